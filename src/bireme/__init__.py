@@ -1,0 +1,22 @@
+"""Bireme serves Qwen3.5-family models: one batched forward per rank per step, behind an OpenAI-compatible API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bireme.types import SamplingParams
+
+if TYPE_CHECKING:
+    from bireme.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # LLM needs torch; `import bireme` must not.
+    if name == "LLM":
+        from bireme.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'bireme' has no attribute {name!r}")

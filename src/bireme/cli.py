@@ -1,0 +1,561 @@
+"""The ``bireme`` command: serve, generate, bench. Anything heavy is imported inside the command that needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bireme import __version__
+from bireme.errors import BiremeError, ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from bireme.config import CacheCapacity, EngineConfig
+
+app = typer.Typer(
+    name="bireme",
+    help="Serve Qwen3.5-family models: every rank runs one batched forward per step over all ready rows.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(name="bench", help="Measure the engine on this machine.", no_args_is_help=True)
+app.add_typer(bench_app)
+
+MODEL_PANEL = "Model"
+PARALLEL_PANEL = "Parallelism"
+CACHE_PANEL = "State and KV memory"
+SCHEDULER_PANEL = "Scheduling"
+SERVER_PANEL = "Server"
+SAMPLING_PANEL = "Sampling"
+OUTPUT_PANEL = "Output"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class LoadFormat(StrEnum):
+    auto = "auto"
+    safetensors = "safetensors"
+    dummy = "dummy"
+
+
+class Backend(StrEnum):
+    auto = "auto"
+    shm = "shm"
+    gloo = "gloo"
+    nccl = "nccl"
+
+
+def _check_share(value: float) -> float:
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"{value} is not in (0, 1]")
+    return value
+
+
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="Checkpoint folder: config.json, safetensors, tokenizer.json.")
+]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option(
+        "--dtype",
+        help="Weights and activations. auto: the checkpoint's on cuda, float32 on cpu.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+DeviceOption = Annotated[
+    Device,
+    typer.Option("--device", help="auto: cuda where there is one, else cpu.", rich_help_panel=MODEL_PANEL),
+]
+LoadFormatOption = Annotated[
+    LoadFormat,
+    typer.Option(
+        "--load-format",
+        help="dummy fills the weights at random and reads no tensor (benchmarks).",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+SeedOption = Annotated[
+    int,
+    typer.Option(
+        "--seed",
+        metavar="N",
+        help="Seed of requests that bring none, and of dummy weights.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
+EagerOption = Annotated[
+    bool,
+    typer.Option("--enforce-eager", help="Run without captured graphs (CUDA only).", rich_help_panel=MODEL_PANEL),
+]
+TpOption = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        "--tp",
+        metavar="N",
+        min=1,
+        help="Ranks that share each layer; every rank above 0 is a process of its own.",
+        rich_help_panel=PARALLEL_PANEL,
+    ),
+]
+BackendOption = Annotated[
+    Backend,
+    typer.Option(
+        "--distributed-backend",
+        metavar="NAME",
+        help="How ranks exchange hidden rows: shm, gloo, nccl or auto (nccl on cuda, else shared memory).",
+        rich_help_panel=PARALLEL_PANEL,
+    ),
+]
+BlockSizeOption = Annotated[
+    int,
+    typer.Option("--block-size", metavar="N", min=1, help="Tokens in a KV block.", rich_help_panel=CACHE_PANEL),
+]
+CacheBytesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-cache-memory-bytes",
+        metavar="BYTES",
+        min=1,
+        help="Bytes of state and KV on each rank, instead of what the device allows.",
+        rich_help_panel=CACHE_PANEL,
+    ),
+]
+UtilizationOption = Annotated[
+    float,
+    typer.Option(
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        callback=_check_share,
+        help="Share of the device's memory that weights, state and KV may take together.",
+        rich_help_panel=CACHE_PANEL,
+    ),
+]
+MaxModelLenOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        metavar="N",
+        min=1,
+        help="Prompt and output tokens of one request, together. Unset: the model's own limit.",
+        rich_help_panel=SCHEDULER_PANEL,
+    ),
+]
+MaxNumSeqsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-num-seqs",
+        metavar="N",
+        min=1,
+        help="Requests that run at once (each holds a state slot). Unset: 256 on cuda, 64 on cpu.",
+        rich_help_panel=SCHEDULER_PANEL,
+    ),
+]
+MaxBatchedTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-num-batched-tokens",
+        metavar="N",
+        min=1,
+        help="Tokens of one step, decode rows and prefill chunks together. Unset: 8192 on cuda, 2048 on cpu.",
+        rich_help_panel=SCHEDULER_PANEL,
+    ),
+]
+
+
+def main() -> None:
+    """Entry point of the ``bireme`` script."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bireme {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def clean_errors() -> Iterator[None]:
+    """Turn the package's own errors into one line on stderr and an exit code, and Ctrl-C into a quiet 130.
+
+    2: a flag, configuration or request that cannot be run; 1: something failed. Other exceptions are bugs and pass.
+    """
+    try:
+        yield
+    except BiremeError as error:
+        message = " ".join(str(error).split())
+        typer.echo(f"bireme: error: {message}", err=True)
+        raise typer.Exit(2 if isinstance(error, (ConfigError, InvalidRequestError)) else 1) from None
+    except KeyboardInterrupt:
+        typer.echo("bireme: interrupted", err=True)
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def serve(
+    model: ModelArgument,
+    tensor_parallel_size: TpOption = 1,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = Device.auto,
+    load_format: LoadFormatOption = LoadFormat.auto,
+    seed: SeedOption = 0,
+    enforce_eager: EagerOption = False,
+    distributed_backend: BackendOption = Backend.auto,
+    block_size: BlockSizeOption = 64,
+    kv_cache_memory_bytes: CacheBytesOption = None,
+    gpu_memory_utilization: UtilizationOption = 0.9,
+    max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    max_num_batched_tokens: MaxBatchedTokensOption = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            "--max-waiting",
+            metavar="N",
+            min=1,
+            help="Requests that may queue; one more is answered 429.",
+            rich_help_panel=SCHEDULER_PANEL,
+        ),
+    ] = 4096,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.", rich_help_panel=SERVER_PANEL)
+    ] = ("127.0.0.1"),
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port", metavar="PORT", min=0, max=65535, help="0 takes any free port.", rich_help_panel=SERVER_PANEL
+        ),
+    ] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name",
+            metavar="NAME",
+            help="Name in the API; repeat for several. Unset: the folder as given.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None,
+    shutdown_grace: Annotated[
+        float,
+        typer.Option(
+            "--shutdown-grace",
+            metavar="SECONDS",
+            min=0.0,
+            help="Seconds that running requests get to finish after SIGTERM.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = 30.0,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="A line on stderr for each request.", rich_help_panel=SERVER_PANEL)
+    ] = False,
+) -> None:
+    """Serve MODEL behind an OpenAI-compatible HTTP API.
+
+    [bold]bireme serve ./Qwen3.5-4B --tp 2[/bold]
+    """
+    with clean_errors():
+        config = engine_config(
+            model,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype.value,
+            device=device.value,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+            load_format=load_format.value,
+            enforce_eager=enforce_eager,
+            distributed_backend=distributed_backend.value,
+            max_waiting=max_waiting,
+        )
+        from bireme.server.serve import run_server
+        from bireme.server.settings import ServerSettings
+
+        show_log()
+        names = tuple(served_model_name or [str(model)])
+        settings = ServerSettings(
+            served_model_names=names, host=host, port=port, shutdown_grace=shutdown_grace, access_log=access_log
+        )
+
+        def announce(capacity: CacheCapacity, url: str) -> None:
+            typer.echo(startup_summary(config, capacity, names, url), err=True)
+
+        code = run_server(config, settings, on_ready=announce)
+        if code:
+            raise typer.Exit(code)
+
+
+def show_log() -> None:
+    """The package's own log from INFO up, everybody else's warnings, as lines on stderr."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+
+def startup_summary(config: EngineConfig, capacity: CacheCapacity, names: tuple[str, ...], url: str) -> str:
+    """What runs, and how much of it fits, in lines for a person; bytes are those of one rank."""
+    model = config.model
+    token_bytes = capacity.bytes_per_block // capacity.block_size
+    state = capacity.num_slots * capacity.bytes_per_slot
+    blocks = capacity.num_blocks * capacity.bytes_per_block
+    lines = {
+        "model": f"{', '.join(names)}: {model.model_type}, {model.num_linear_layers} linear and "
+        f"{model.num_full_layers} full attention layers, hidden {model.hidden_size}, vocabulary {model.vocab_size}",
+        "runs as": f"{config.dtype} on {config.device}, tensor parallel {config.parallel.tp_size}",
+        "each rank": f"{size(capacity.weight_bytes)} weights, {size(state)} state, {size(blocks)} KV",
+        "state": f"{capacity.num_slots} slots of {size(capacity.bytes_per_slot)}",
+        "KV": f"{capacity.num_tokens} tokens of {size(token_bytes)} in {capacity.num_blocks} blocks of "
+        f"{capacity.block_size}",
+        "limits": f"{capacity.num_slots} requests at once, {capacity.max_model_len} tokens each "
+        f"(prompt and output), {config.scheduler.max_num_batched_tokens} tokens a step",
+        "address": f"{url}/v1",
+    }
+    return "\n".join([f"bireme {__version__} is ready", *(f"  {name:10} {text}" for name, text in lines.items())])
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for a person: three digits and a binary unit."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1024
+        del units[0]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.3g} {units[0]}"
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; left out or -, it is read from stdin.")
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="The prompt is a user's message (chat template).", rich_help_panel=OUTPUT_PANEL),
+    ] = False,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            "--system", metavar="TEXT", help="System message before it; implies --chat.", rich_help_panel=OUTPUT_PANEL
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int,
+        typer.Option("--max-tokens", metavar="N", min=1, help="Tokens to generate.", rich_help_panel=SAMPLING_PANEL),
+    ] = 256,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            metavar="T",
+            help="0 is greedy. Unset, like the next four: the checkpoint's default.",
+            rich_help_panel=SAMPLING_PANEL,
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", metavar="N", help="0: no limit.", rich_help_panel=SAMPLING_PANEL),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", metavar="P", help="Nucleus mass.", rich_help_panel=SAMPLING_PANEL),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option("--min-p", metavar="P", help="Share of the best token's mass.", rich_help_panel=SAMPLING_PANEL),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option("--repetition-penalty", metavar="X", help="1 is off.", rich_help_panel=SAMPLING_PANEL),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", help="Same seed, same text.", rich_help_panel=SAMPLING_PANEL),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="Stop before this text; repeat.", rich_help_panel=SAMPLING_PANEL),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Go on past end tokens.", rich_help_panel=SAMPLING_PANEL),
+    ] = False,
+    stats: Annotated[
+        bool,
+        typer.Option("--stats", help="Print tokens and speed on stderr at the end.", rich_help_panel=OUTPUT_PANEL),
+    ] = False,
+    tensor_parallel_size: TpOption = 1,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = Device.auto,
+    load_format: LoadFormatOption = LoadFormat.auto,
+    enforce_eager: EagerOption = False,
+    distributed_backend: BackendOption = Backend.auto,
+    block_size: BlockSizeOption = 64,
+    kv_cache_memory_bytes: CacheBytesOption = None,
+    gpu_memory_utilization: UtilizationOption = 0.9,
+    max_model_len: MaxModelLenOption = None,
+    max_num_batched_tokens: MaxBatchedTokensOption = None,
+) -> None:
+    """Generate text with MODEL in this process, streaming it to the terminal. No server is involved.
+
+    [bold]bireme generate ./Qwen3.5-4B "The capital of France is"[/bold]
+
+    [bold]git diff | bireme generate ./Qwen3.5-4B --chat --system "Review this patch."[/bold]
+    """
+    with clean_errors():
+        if prompt is None or prompt == "-":
+            if sys.stdin.isatty():
+                typer.echo("bireme: type the prompt, then Ctrl-D", err=True)
+            prompt = sys.stdin.read()
+        given = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+        }
+        _generate(
+            model,
+            prompt,
+            messages_of(prompt, system) if chat or system is not None else None,
+            {name: value for name, value in given.items() if value is not None},
+            {"max_tokens": max_tokens, "seed": seed, "stop": stop or [], "ignore_eos": ignore_eos},
+            stats,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype.value,
+            device=device.value,
+            load_format=load_format.value,
+            enforce_eager=enforce_eager,
+            distributed_backend=distributed_backend.value,
+            block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_model_len=max_model_len,
+            max_num_seqs=1,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+
+
+def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
+    """The prompt as a conversation of one user message, behind a system message where there is one."""
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": prompt}]
+
+
+def _generate(
+    model: Path,
+    prompt: str,
+    messages: list[dict[str, str]] | None,
+    sampling: dict[str, Any],
+    limits: dict[str, Any],
+    stats: bool,
+    **options: Any,
+) -> None:
+    import msgspec
+
+    from bireme.llm import LLM
+
+    with LLM(str(model), **options) as llm:
+        params = msgspec.structs.replace(llm.get_default_sampling_params(), **sampling, **limits)
+        started = time.perf_counter()
+        num_tokens = 0
+        for piece in llm.stream(prompt if messages is None else messages, params):
+            num_tokens += len(piece.token_ids)
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        if stats:
+            seconds = time.perf_counter() - started
+            typer.echo(f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s)", err=True)
+
+
+@bench_app.command("decode")
+def bench_decode(
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="MODEL", help="Checkpoint folder. Left out: a tiny random model, in a temporary one."),
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Concurrent completions.")] = 16,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Tokens of each completion.")] = 256,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", metavar="N", min=1, help="Prompt length.")] = 16,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=1, help="Alternating rounds; medians count.")] = 3,
+    append: Annotated[
+        Path | None, typer.Option("--append", metavar="FILE", help="Also append the JSON line to FILE.")
+    ] = None,
+    tensor_parallel_size: TpOption = 1,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = Device.auto,
+    load_format: LoadFormatOption = LoadFormat.auto,
+    enforce_eager: EagerOption = False,
+    distributed_backend: BackendOption = Backend.auto,
+    kv_cache_memory_bytes: CacheBytesOption = None,
+) -> None:
+    """Decode throughput: batched steps against one-row plans, and a single request against a bare loop.
+
+    Prints a table, then one JSON line with commit, machine, model and flags.
+    """
+    with clean_errors():
+        from rich.console import Console
+
+        from bireme.bench import decode
+        from bireme.bench.record import emit, record
+
+        with decode.model_folder(model) as (folder, builtin):
+            config = engine_config(
+                Path(folder),
+                tensor_parallel_size=tensor_parallel_size,
+                dtype=dtype.value,
+                device=device.value,
+                load_format=load_format.value,
+                enforce_eager=enforce_eager,
+                distributed_backend=distributed_backend.value,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                max_model_len=prompt_tokens + tokens,
+                max_num_seqs=rows,
+            )
+            figures = decode.run(
+                config, builtin=builtin, rows=rows, num_tokens=tokens, prompt_tokens=prompt_tokens, rounds=rounds
+            )
+        title = f"{rows} × {tokens} tokens, TP{tensor_parallel_size}, {config.dtype}, {config.device}"
+        decode.print_table(figures, title, Console())
+        emit(record("decode", **figures), append)
+
+
+def engine_config(model: Path, *, load_format: str, **options: Any) -> EngineConfig:
+    """The engine's configuration from flags, with the checkpoint's headers checked before any process starts."""
+    from bireme.checkpoint.headers import verify_checkpoint
+    from bireme.engine_args import build_engine_config
+
+    config = build_engine_config(str(model), load_format=load_format, show_progress=sys.stderr.isatty(), **options)
+    if load_format != "dummy":
+        verify_checkpoint(str(model), config.model)
+    return config

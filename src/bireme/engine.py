@@ -1,0 +1,191 @@
+"""The loop that drives an executor: schedule → execute → commit, with as many plans in flight as the executor takes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from bireme.config import CacheCapacity, EngineConfig
+from bireme.errors import BiremeError, EngineDeadError, ExecutorError, InvalidRequestError, QueueFullError
+from bireme.executor.protocol import Executor
+from bireme.scheduler.ledger import Ledger
+from bireme.scheduler.scheduler import Scheduler
+from bireme.types import EngineStats, FinishReason, Request, RequestOutput
+from bireme.validation import check_request
+
+__all__ = ["EngineCore", "check_request"]
+
+
+class EngineCore:
+    """Takes requests, steps an executor, gives outputs. Not thread-safe: one loop owns it.
+
+    Every request ends in exactly one output with a finish reason, given by ``step`` (also for requests that were
+    refused or aborted), by ``fail`` or by ``shutdown``.
+
+    Args:
+        config: the engine's configuration.
+        executor: ranks that are ready to run plans; closed by ``shutdown``.
+
+    Attributes:
+        capacity: what requests are checked against: the executor's capacity within the configured limits.
+        error: why the engine is dead, or None.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        limits = config.scheduler
+        held = executor.capacity
+        self.config = config
+        self.executor = executor
+        self.capacity: CacheCapacity = msgspec.structs.replace(
+            held,
+            num_slots=min(held.num_slots, limits.max_num_seqs),
+            max_model_len=min(held.max_model_len, limits.max_model_len or held.max_model_len),
+        )
+        self.error: str | None = None
+        self.scheduler = Scheduler(limits, self.capacity, config.model.eos_token_ids, config.seed)
+        self.ledger = Ledger()
+        self._pending: list[RequestOutput] = []
+        self._num_steps = 0
+        self._host_seconds = 0.0
+        self._model_seconds = 0.0
+
+    @property
+    def is_dead(self) -> bool:
+        """True once the executor has failed or the engine was shut down: nothing is served any more."""
+        return self.error is not None
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while ``step`` has something to do or to give."""
+        return bool(self._pending) or (self.error is None and self.scheduler.has_unfinished)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. One that can never be served, or finds the queue full, is answered by the next ``step``.
+
+        The answer to an id that is in use carries that id, like any other: callers keep ids unique, or cannot tell it
+        from the first request's.
+
+        Raises:
+            EngineDeadError: the engine is dead.
+        """
+        self._require_alive()
+        try:
+            check_request(request, self.config.model.vocab_size, self.capacity, self.ledger)
+            self.scheduler.add(request)
+        except InvalidRequestError as error:
+            self._refuse(request.request_id, error, is_invalid=True, error_param=error.param)
+        except QueueFullError as error:
+            self._refuse(request.request_id, error, is_overloaded=True)
+        else:
+            self.ledger.open(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at any moment; the next ``step`` gives its terminal output. An id not open is ignored."""
+        output = self.scheduler.abort(request_id) if self.error is None else None
+        if output is not None:
+            self.ledger.record([output])
+            self._pending.append(output)
+
+    def step(self) -> list[RequestOutput]:
+        """Keep the executor busy and take in one result, if any is due. Blocks while that step runs.
+
+        When the executor fails, the outputs are one ERROR for every open request, and the engine is dead.
+
+        Raises:
+            EngineDeadError: the engine was dead already.
+        """
+        self._require_alive()
+        scheduler, executor = self.scheduler, self.executor
+        try:
+            while scheduler.num_in_flight < executor.depth:
+                started = time.perf_counter()
+                plan = scheduler.schedule()
+                self._host_seconds += time.perf_counter() - started
+                if plan is None:
+                    break
+                executor.submit(plan)
+            if scheduler.num_in_flight:
+                result = executor.collect()
+                started = time.perf_counter()
+                outputs = scheduler.commit(result)
+                self.ledger.record(outputs)
+                self._pending += outputs
+                self._host_seconds += time.perf_counter() - started
+                self._model_seconds += result.model_seconds
+                self._num_steps += 1
+        except ExecutorError as error:
+            return self.fail(str(error))
+        return self._take_pending()
+
+    def check(self) -> list[RequestOutput]:
+        """For the idle loop: notice that a rank is gone. Outputs as from ``step`` if so, else none."""
+        if self.error is None:
+            try:
+                self.executor.check()
+            except ExecutorError as error:
+                return self.fail(str(error))
+        return []
+
+    def fail(self, error: str) -> list[RequestOutput]:
+        """Declare the engine dead: every open request ends with one ERROR. Later calls give nothing."""
+        return self._end(error, FinishReason.ERROR, error)
+
+    def shutdown(self) -> list[RequestOutput]:
+        """End the ranks. Requests that are still open end with ABORT. Idempotent."""
+        outputs = self._end("the engine was shut down", FinishReason.ABORT, None)
+        self.executor.shutdown()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """A snapshot. ``host_seconds`` is schedule and commit; ``model_seconds`` is what rank 0 measured."""
+        scheduler = self.scheduler
+        return EngineStats(
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_free_slots=scheduler.slots.num_free,
+            num_slots=scheduler.slots.num_slots,
+            num_free_blocks=scheduler.blocks.num_free,
+            num_blocks=scheduler.blocks.num_blocks,
+            num_steps=self._num_steps,
+            num_prefill_tokens=scheduler.num_prefill_tokens,
+            num_decode_tokens=scheduler.num_decode_tokens,
+            host_seconds=self._host_seconds,
+            model_seconds=self._model_seconds,
+        )
+
+    def assert_idle(self) -> None:
+        """Prove that nothing is open, in flight or unsaid, and that every slot and block is free (for tests).
+
+        Raises:
+            RuntimeError: otherwise.
+        """
+        self.ledger.assert_settled()
+        if self._pending:
+            raise RuntimeError(f"not idle: {len(self._pending)} outputs were not given")
+        self.scheduler.assert_idle()
+
+    def _end(self, why_dead: str, reason: FinishReason, error: str | None) -> list[RequestOutput]:
+        if self.error is not None:
+            return []
+        self.error = why_dead
+        ended = [RequestOutput(request_id, [], reason, error=error) for request_id in self.ledger.open_ids]
+        self.ledger.record(ended)
+        self._pending += ended
+        return self._take_pending()
+
+    def _refuse(self, request_id: str, error: BiremeError, **verdict: Any) -> None:
+        output = RequestOutput(request_id, [], FinishReason.ERROR, error=str(error), **verdict)
+        if request_id not in self.ledger:
+            self.ledger.open(request_id)
+            self.ledger.record([output])
+        self._pending.append(output)
+
+    def _take_pending(self) -> list[RequestOutput]:
+        outputs, self._pending = self._pending, []
+        return outputs
+
+    def _require_alive(self) -> None:
+        if self.error is not None:
+            raise EngineDeadError(f"the engine is dead: {self.error}")

@@ -1,0 +1,300 @@
+"""One rank's half of a step: plan → tensors → model → sampler → ``StepOutput``.
+
+A request's home is its state slot. What a decode row needs (last token, position, block table, sampling state) lies in
+per-slot device tables, so that a step's inputs are gathered by slot number and nothing is rebuilt per request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bireme.cache.capacity import available_memory, plan_capacity
+from bireme.cache.kv_pool import KvPool
+from bireme.cache.state_pool import StatePool
+from bireme.checkpoint.loader import load_rank_weights, random_rank_weights
+from bireme.checkpoint.progress import progress_bar
+from bireme.config import CacheCapacity, EngineConfig
+from bireme.distributed import TpGroup
+from bireme.layers.batch import Batch, PrefillBatch
+from bireme.models.qwen3_5 import Qwen3_5ForCausalLM
+from bireme.sampling.logprobs import prompt_logprobs
+from bireme.sampling.params import SlotSampling
+from bireme.sampling.sampler import Sampler
+from bireme.types import NewRequest, PrefillRow, StepOutput, StepPlan, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+PROMPT_LOGPROB_ROWS = 256
+"""Prompt positions whose logits are held at once: bounds [rows, vocab] float32 when prompt logprobs are asked for."""
+
+
+class SlotTables:
+    """Per-slot device tables (row 0 belongs to padding rows) and the few host mirrors that bound kernel launches.
+
+    Attributes:
+        last_token: [S + 1] int64, the token that a decode row feeds next.
+        position: [S + 1] int64, where that token goes; equals the request's computed tokens.
+        num_prompt: [S + 1] int64.
+        block_table: [S + 1, max_blocks] int32; unused entries are block 0.
+        host_position: the same positions as numpy, so that the longest context is known without a device sync.
+        prompts: each slot's prompt ids on the host.
+        num_prompt_logprobs: slots that asked for prompt log-probabilities, with their k.
+    """
+
+    def __init__(self, capacity: CacheCapacity, device: torch.device) -> None:
+        rows = capacity.num_slots + 1
+        max_blocks = -(-capacity.max_model_len // capacity.block_size)
+        self.block_size = capacity.block_size
+        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.position = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.num_prompt = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
+        self.host_position = np.zeros(rows, dtype=np.int64)
+        self.prompts: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * rows
+        self.num_prompt_logprobs: dict[int, int] = {}
+
+    def install(self, new: NewRequest) -> None:
+        """Make ``new`` the owner of its slot; everything that a former owner left is overwritten."""
+        slot = new.slot
+        blocks = torch.zeros(self.block_table.shape[1], dtype=torch.int32)
+        blocks[: len(new.block_table)] = torch.tensor(new.block_table, dtype=torch.int32)
+        self.block_table[slot] = blocks.to(self.block_table.device)
+        self.num_prompt[slot] = len(new.prompt_token_ids)
+        self.prompts[slot] = torch.tensor(new.prompt_token_ids, dtype=torch.int64)
+        if new.params.prompt_logprobs is None:
+            self.num_prompt_logprobs.pop(slot, None)
+        else:
+            self.num_prompt_logprobs[slot] = new.params.prompt_logprobs
+
+
+class ModelRunner:
+    """Owns this rank's weights, pools and tables; runs plans. It decides nothing: rows and their order are the plan's.
+
+    Args:
+        config: the engine's configuration, the same on every rank.
+        group: this rank's tensor-parallel group.
+        device: where weights and state live.
+    """
+
+    def __init__(self, config: EngineConfig, group: TpGroup, device: torch.device) -> None:
+        self.config = config
+        self.group = group
+        self.device = device
+        self.dtype = getattr(torch, config.dtype)
+        self.model = Qwen3_5ForCausalLM(config.model, group, dtype=self.dtype, device=device)
+        self._slots_key: list[int] | None = None
+        self._slots: Tensor = torch.zeros(0, dtype=torch.int64, device=device)
+        self._slot_range: tuple[int, int] | None = None
+
+    def load(self) -> CacheCapacity:
+        """Read this rank's weights; return what its memory then allows.
+
+        Raises:
+            CheckpointError: a tensor is missing, extra, misshapen or truncated.
+            ConfigError: not even one request fits beside the weights.
+        """
+        is_first = self.group.rank == 0
+        with progress_bar("loading weights", enabled=self.config.show_progress and is_first) as progress:
+            self.model.load_weights(self._weights(progress))
+        device_memory = torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
+        available = available_memory(self.config, device_memory)
+        weight_bytes = sum(weight.nbytes for weight in self.model.weights())
+        capacity, warnings = plan_capacity(self.config, available, weight_bytes)
+        if is_first:
+            for warning in warnings:
+                logger.warning(warning)
+        return capacity
+
+    def _weights(self, progress: Callable[[int, int], None]) -> Iterable[tuple[str, Tensor]]:
+        rank, size = self.group.rank, self.group.size
+        if self.config.load_format == "dummy":
+            return random_rank_weights(
+                self.config.model,
+                tp_rank=rank,
+                tp_size=size,
+                dtype=self.dtype,
+                device=self.device,
+                seed=self.config.seed,
+            )
+        return load_rank_weights(
+            self.config.model_path,
+            self.config.model,
+            tp_rank=rank,
+            tp_size=size,
+            dtype=self.dtype,
+            device=self.device,
+            progress=progress,
+        )
+
+    def allocate(self, capacity: CacheCapacity) -> None:
+        """Allocate state, KV and tables for the capacity that all ranks agreed on."""
+        model, size = self.config.model, self.group.size
+        self.kv = KvPool(model, size, capacity, dtype=self.dtype, device=self.device)
+        self.state = StatePool(model, size, capacity, dtype=self.dtype, device=self.device)
+        self.tables = SlotTables(capacity, self.device)
+        self.sampler: Sampler | None = None
+        if self.group.rank == 0:
+            self.slot_sampling = SlotSampling(
+                capacity.num_slots, model.vocab_size, self.device, self.config.masked_token_ranges
+            )
+            self.sampler = Sampler(self.slot_sampling)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput | None:
+        """Run one plan. Returns rank 0's output, None on the other ranks."""
+        started = time.perf_counter()
+        for new in plan.new_requests:
+            self.tables.install(new)
+            if self.sampler is not None:
+                self.slot_sampling.install(new)
+
+        token_ids, batch = self._build_inputs(plan)
+        hidden = self.model.forward(token_ids, batch, self.kv, self.state)
+        prompt_scores = self._prompt_logprobs(plan, hidden)
+        output = self._sample(plan, batch, hidden)
+        if output is None:
+            return None
+        output.prompt_logprobs = prompt_scores
+        output.model_seconds = time.perf_counter() - started
+        return output
+
+    def close(self) -> None:
+        """Nothing outlives the process; the group is closed by whoever made it."""
+
+    # plan → tensors
+
+    def _build_inputs(self, plan: StepPlan) -> tuple[Tensor, Batch]:
+        tables = self.tables
+        slots = self._decode_slots(plan.decode_slots)
+        num_decode = len(plan.decode_slots)
+        longest = 0
+        if num_decode:
+            longest = int(tables.host_position[plan.decode_slots].max()) + 1
+        num_blocks = max(1, -(-longest // tables.block_size))
+        positions = tables.position[slots]
+        block_tables = tables.block_table[slots, :num_blocks]
+        token_ids = tables.last_token[slots]
+        kv_indices = self._kv_indices(block_tables, positions)
+        prefill: PrefillBatch | None = None
+        if plan.prefill_rows:
+            prefill, chunk_ids, chunk_positions, chunk_kv = self._build_prefill(plan.prefill_rows)
+            token_ids = torch.cat([token_ids, chunk_ids])
+            positions_all = torch.cat([positions, chunk_positions])
+            kv_indices = torch.cat([kv_indices, chunk_kv])
+        else:
+            positions_all = positions
+        batch = Batch(
+            positions=positions_all,
+            kv_indices=kv_indices,
+            num_decode=num_decode,
+            decode_slots=slots,
+            decode_block_tables=block_tables,
+            decode_context_lens=(positions + 1).to(torch.int32),
+            max_decode_context=longest,
+            decode_slot_range=self._slot_range if num_decode else None,
+            prefill=prefill,
+        )
+        return token_ids, batch
+
+    def _decode_slots(self, decode_slots: list[int]) -> Tensor:
+        """The slots as a tensor; the same tensor as in the last step while the rows stay the same."""
+        if decode_slots != self._slots_key:
+            self._slots_key = decode_slots
+            self._slots = torch.tensor(decode_slots, dtype=torch.int64, device=self.device)
+            first = decode_slots[0] if decode_slots else 0
+            is_range = decode_slots == list(range(first, first + len(decode_slots)))
+            self._slot_range = (first, first + len(decode_slots)) if decode_slots and is_range else None
+        return self._slots
+
+    def _kv_indices(self, block_tables: Tensor, positions: Tensor) -> Tensor:
+        block_size = self.tables.block_size
+        blocks = block_tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1)
+        return blocks.to(torch.int64) * block_size + positions % block_size
+
+    def _build_prefill(self, rows: list[PrefillRow]) -> tuple[PrefillBatch, Tensor, Tensor, Tensor]:
+        """Pack the chunks: (context, token ids, positions, KV indices), all [tokens of the chunks]."""
+        tables = self.tables
+        lengths = np.array([row.length for row in rows])
+        starts = np.array([row.start for row in rows])
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        row_of_token = np.repeat(np.arange(len(rows)), lengths)
+        positions_host = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - starts, lengths)
+        token_ids = torch.cat([tables.prompts[row.slot][row.start : row.start + row.length] for row in rows])
+        num_blocks = -(-int((starts + lengths).max()) // tables.block_size)
+        slots = torch.tensor([row.slot for row in rows], dtype=torch.int64).to(self.device)
+        block_tables = tables.block_table[slots, :num_blocks]
+        positions = torch.from_numpy(positions_host).to(self.device)
+        token_tables = block_tables[torch.from_numpy(row_of_token).to(self.device)]
+        prefill = PrefillBatch(
+            cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(self.device),
+            slots=slots,
+            block_tables=block_tables,
+            seq_lens=lengths.tolist(),
+            starts=starts.tolist(),
+        )
+        return prefill, token_ids.to(self.device), positions, self._kv_indices(token_tables, positions)
+
+    # hidden rows → tokens
+
+    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> StepOutput | None:
+        tables = self.tables
+        num_decode = batch.num_decode
+        finals = [row for row in plan.prefill_rows if row.is_last]
+        slots, rows = batch.decode_slots, hidden[:num_decode]
+        next_positions = batch.positions[:num_decode] + 1
+        if finals:
+            assert batch.prefill is not None
+            last = np.cumsum(batch.prefill.seq_lens) + (num_decode - 1)
+            chosen = [int(index) for index, row in zip(last, plan.prefill_rows, strict=True) if row.is_last]
+            rows = torch.cat([rows, hidden[torch.tensor(chosen, device=self.device)]])
+            final_slots = torch.tensor([row.slot for row in finals], dtype=torch.int64).to(self.device)
+            final_positions = torch.tensor([row.start + row.length for row in finals], dtype=torch.int64)
+            slots = torch.cat([slots, final_slots])
+            next_positions = torch.cat([next_positions, final_positions.to(self.device)])
+            tables.host_position[[row.slot for row in finals]] = [row.start + row.length for row in finals]
+        if num_decode:
+            tables.host_position[plan.decode_slots] += 1
+        if not len(rows):
+            return StepOutput(seq=plan.seq, token_ids=[]) if self.sampler is not None else None
+
+        logits = self.model.compute_logits(rows)
+        logprobs: list[TokenLogprobs | None] | None = None
+        if self.sampler is not None:
+            assert logits is not None
+            sampled = self.sampler(logits, plan.sampled_slots, next_positions - tables.num_prompt[slots])
+            token_ids = sampled.token_ids
+            logprobs = sampled.logprobs()
+        else:
+            token_ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        token_ids = self.group.broadcast(token_ids, src=0)
+        tables.last_token[slots] = token_ids
+        tables.position[slots] = next_positions
+        if self.sampler is None:
+            return None
+        return StepOutput(seq=plan.seq, token_ids=token_ids.tolist(), logprobs=logprobs)
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]] | None:
+        """Score the prompt tokens that follow each computed one, for the rows that asked. Every rank takes part."""
+        asked = self.tables.num_prompt_logprobs
+        if not asked or not any(row.slot in asked for row in plan.prefill_rows):
+            return None
+        scores: dict[int, list[TokenLogprobs]] = {}
+        offset = len(plan.decode_slots)
+        for row in plan.prefill_rows:
+            if row.slot in asked:
+                targets = self.tables.prompts[row.slot][row.start + 1 : row.start + row.length + 1].to(self.device)
+                entries = scores.setdefault(row.slot, [])
+                for first in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+                    wanted = targets[first : first + PROMPT_LOGPROB_ROWS]
+                    rows = hidden[offset + first : offset + first + len(wanted)]
+                    logits = self.model.compute_logits(rows)
+                    if logits is not None:
+                        entries.extend(prompt_logprobs(logits, wanted, asked[row.slot]))
+            offset += row.length
+        return scores

@@ -1,0 +1,58 @@
+"""One step's rows as tensors: the only context that layers receive, passed as an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class PrefillBatch:
+    """The prefill rows of a step, packed one after another behind the decode rows.
+
+    ``seq_lens`` and ``starts`` are the same numbers on the host, so that no kernel needs a device sync.
+
+    Attributes:
+        cu_seqlens: [P + 1] int32, offsets of the rows within the packed prefill tokens.
+        slots: [P] int64 state slots.
+        block_tables: [P, max_blocks] int32.
+        seq_lens: tokens of each row's chunk (≥ 1).
+        starts: tokens of each row computed before this chunk (0: state starts from zero).
+    """
+
+    cu_seqlens: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    seq_lens: list[int]
+    starts: list[int]
+
+
+@dataclass(slots=True)
+class Batch:
+    """All rows of a step. Token order: one token per decode row, then the packed prefill tokens; N in all.
+
+    Attributes:
+        positions: [N] int64, each token's position in its sequence.
+        kv_indices: [N] int64, ``block_id * block_size + offset`` where the token's K and V are written.
+        num_decode: D, the number of decode rows.
+        decode_slots: [D] int64 state slots.
+        decode_block_tables: [D, max_blocks] int32.
+        decode_context_lens: [D] int32, tokens attended to, this one included.
+        max_decode_context: a host-side bound of ``decode_context_lens`` (0 without decode rows).
+        decode_slot_range: (lowest, highest + 1) of ``decode_slots`` when reading every slot in between is cheaper than
+            gathering these (say, up to twice as many); a kernel may then take a view of the state. Else None.
+        decode_in_order: with a range: ``decode_slots`` is exactly that range, ascending.
+        prefill: the prefill rows, or None.
+    """
+
+    positions: Tensor
+    kv_indices: Tensor
+    num_decode: int
+    decode_slots: Tensor
+    decode_block_tables: Tensor
+    decode_context_lens: Tensor
+    max_decode_context: int
+    decode_slot_range: tuple[int, int] | None = None
+    decode_in_order: bool = True
+    prefill: PrefillBatch | None = None

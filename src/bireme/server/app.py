@@ -1,0 +1,265 @@
+"""The HTTP surface: routes, bodies, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from bireme import __version__
+from bireme.engine_client import EngineClient
+from bireme.errors import InvalidRequestError
+from bireme.server.answers import ChatAnswer, CompletionAnswer
+from bireme.server.chat import ChatTemplate
+from bireme.server.generation import Generation, Job
+from bireme.server.metrics import CONTENT_TYPE, Metrics
+from bireme.server.params import MAX_SEQUENCES, parse_chat, parse_completion
+from bireme.server.protocol import ApiError, encode, error_object
+from bireme.server.settings import ServerSettings
+from bireme.server.tokenizer import Tokenizer
+from bireme.types import Request as EngineRequest
+from bireme.types import SamplingParams
+from bireme.validation import check_request
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 2048
+"""A shorter body is parsed and tokenized on the spot: that costs less than the way to a thread and back."""
+
+_JSON_TYPES = ("application/json", "text/json")
+
+
+class Service:
+    """What the routes share.
+
+    Attributes:
+        is_leaving: set when the server shuts down; new calls are then refused.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+        self.client = client
+        self.settings = settings
+        self.metrics = Metrics(client, settings.served_model_names[0])
+        self.is_leaving = False
+        self.created = int(time.time())
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
+        self._config = client.engine.config
+        self._pool = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="tokenize")
+        self._fingerprint = f"bireme-{__version__}-tp{self._config.parallel.tp_size}"
+
+    def require_ready(self) -> None:
+        """Raise ApiError 503 unless the engine serves."""
+        client = self.client
+        if client.error is not None:
+            raise ApiError(503, f"the engine is dead: {client.error}", code="engine_dead")
+        if self.is_leaving:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if not client.is_ready:
+            raise ApiError(503, "the model is still loading", code="loading", headers={"retry-after": "1"})
+
+    def served_name(self, model: str | None) -> str:
+        """The name that a response carries; ApiError 404 for a model that is not served."""
+        names = self.settings.served_model_names
+        if model is None:
+            return names[0]
+        if model not in names:
+            raise ApiError(
+                404,
+                f"the model {model!r} is not served here; served: {', '.join(names)}",
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+        return model
+
+    async def complete(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._generate(request, self._completion_job)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._generate(request, self._chat_job)
+
+    async def _generate(self, request: Request, prepare: Callable[[bytes, float], Job]) -> Response:
+        arrived = time.monotonic()
+        body = await read_body(request, self.settings.max_body_bytes)
+        self.require_ready()
+        if len(body) <= INLINE_BYTES:
+            job = prepare(body, arrived)
+        else:
+            job = await asyncio.get_running_loop().run_in_executor(self._pool, prepare, body, arrived)
+            self.require_ready()
+        if job.call.user is not None:
+            logger.info("%s: user %r", job.call_id, job.call.user)
+        return Generation(self.client, self.metrics, job, self._fingerprint, self.settings.retry_after)
+
+    def _completion_job(self, body: bytes, arrived: float) -> Job:
+        call = parse_completion(body, self._config.generation)
+        model = self.served_name(call.model)
+        if len(call.prompts) * call.n > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                f"{len(call.prompts)} prompts with n {call.n} are {len(call.prompts) * call.n} answers: at most "
+                f"{MAX_SEQUENCES} at once",
+                "prompt",
+            )
+        job = Job(call, f"cmpl-{uuid.uuid4().hex}", model, "text_completion", "text_completion", arrived)
+        for prompt in call.prompts:
+            text: str | None = None
+            if isinstance(prompt, str):
+                text = prompt
+                token_ids = self._tokenizer.encode(prompt, add_special_tokens=call.add_special_tokens)
+            else:
+                token_ids = prompt
+            for params in self._add_requests(job, token_ids):
+                index = len(job.answers)
+                job.answers.append(CompletionAnswer(index, call, self._tokenizer, params, token_ids, text))
+        return job
+
+    def _chat_job(self, body: bytes, arrived: float) -> Job:
+        call = parse_chat(body, self._config.generation)
+        model = self.served_name(call.model)
+        if self._template is None:
+            raise InvalidRequestError("the model has no chat template: use /v1/completions", "messages")
+        prompt = self._template.render(
+            call.messages, add_generation_prompt=call.add_generation_prompt, **call.template_variables
+        )
+        token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        job = Job(call, f"chatcmpl-{uuid.uuid4().hex}", model, "chat.completion", "chat.completion.chunk", arrived)
+        for params in self._add_requests(job, token_ids):
+            job.answers.append(ChatAnswer(len(job.answers), call, self._tokenizer, params, token_ids, prompt))
+        return job
+
+    def _add_requests(self, job: Job, token_ids: list[int]) -> Iterator[SamplingParams]:
+        """Add the n requests of one prompt; yields the parameters of each."""
+        capacity = self.client.capacity
+        assert capacity is not None, "require_ready has passed"
+        for index in range(job.call.n):
+            params = job.call.params_for(len(token_ids), index, capacity)
+            request = EngineRequest(f"{job.call_id}-{len(job.requests)}", token_ids, params, time.time())
+            if index == 0:
+                check_request(request, self._config.model.vocab_size, capacity)
+            job.requests.append(request)
+            yield params
+
+
+def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+    """The application. ``app.state.service`` holds what its routes share.
+
+    Raises:
+        ConfigError: the chat template is no valid Jinja.
+    """
+    service = Service(client, tokenizer, settings)
+    app = FastAPI(title="Bireme", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.service = service
+    metrics = service.metrics
+
+    def failure(error: ApiError) -> Response:
+        metrics.http_errors[error.status] += 1
+        return Response(
+            encode(error_object(error.body)), error.status, {**error.headers, "content-type": "application/json"}
+        )
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return failure(error)
+
+    @app.exception_handler(InvalidRequestError)
+    async def on_invalid_request(request: Request, error: InvalidRequestError) -> Response:
+        return failure(ApiError(400, str(error), param=error.param))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        kind = "not_found_error" if error.status_code == 404 else None
+        return failure(ApiError(error.status_code, message, kind=kind, headers=dict(error.headers or {})))
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
+        metrics.num_disconnects += 1
+        return Response(status_code=400)
+
+    @app.exception_handler(Exception)
+    async def on_defect(request: Request, error: Exception) -> Response:
+        return failure(ApiError(500, "the server made an error; its log says more"))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await service.complete(request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await service.chat(request)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_model(service, name) for name in settings.served_model_names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return _json(_model(service, service.served_name(name)))
+
+    @app.get("/health")
+    async def health() -> Response:
+        service.require_ready()
+        return _json({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    return app
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body of a request, at most ``limit`` bytes.
+
+    Raises:
+        ApiError: 413 for a larger one; 415 for one that says it is no JSON.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind and kind not in _JSON_TYPES:
+        raise ApiError(415, f"the body is of type {kind!r}: it must be application/json")
+    too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit:
+        raise too_large
+    chunks = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _model(service: Service, name: str) -> dict[str, object]:
+    names = service.settings.served_model_names
+    capacity = service.client.capacity
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "bireme",
+        "root": names[0],
+        "parent": None,
+        "max_model_len": None if capacity is None else capacity.max_model_len,
+    }
+
+
+def _json(value: object) -> Response:
+    return Response(encode(value), headers={"content-type": "application/json"})

@@ -1,0 +1,233 @@
+"""The values that travel between server, engine and ranks (no torch here).
+
+Everything is a ``msgspec.Struct``, so that one definition is both the Python type and the wire format.
+Lengths and positions are in tokens, times in seconds, unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+from bireme.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. ``STOP``: an eos or stop token (or, in the server, a stop string)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to sample one request; names, meanings and defaults are vLLM's.
+
+    ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 mean "off". ``temperature`` below 1e-5 is greedy.
+    ``logprobs`` / ``prompt_logprobs`` k asks for the chosen token's and the k largest raw log-probabilities (k ≤ 20).
+    ``max_tokens`` None means "up to the model's length limit".
+
+    Raises:
+        InvalidRequestError: a value out of its range; the message names field, value and bound.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", [self.stop])
+        check_integer("n", self.n, 1, 128)
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_integer("top_k", self.top_k, -1, 2**31 - 1)
+        check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.logit_bias is not None:
+            for token_id, bias in self.logit_bias.items():
+                check_integer("logit_bias", token_id, 0, 2**31 - 1)
+                check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
+        if self.seed is not None:
+            check_integer("seed", self.seed, -(2**63), MAX_SEED)
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError(f"stop holds {text!r}: every stop string must be a non-empty string", "stop")
+        for token_id in self.stop_token_ids:
+            check_integer("stop_token_ids", token_id, 0, 2**31 - 1)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                check_integer(name, count, 0, MAX_LOGPROBS)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True where the draw can only be the argmax."""
+        return self.temperature < 1e-5 or self.top_k == 1
+
+
+def check_number(
+    name: str, value: Any, low: float, high: float, *, low_open: bool = False, param: str | None = None
+) -> None:
+    """Raise InvalidRequestError unless ``value`` is a finite number in [low, high] (or (low, high])."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or value < low or value > high or (low_open and value == low):
+        opening = "(" if low_open else "["
+        raise InvalidRequestError(
+            f"{name} is {value!r}: it must be a number in {opening}{low:g}, {high:g}]", param or name
+        )
+
+
+def check_integer(name: str, value: Any, low: int, high: int) -> None:
+    """Raise InvalidRequestError unless ``value`` is an int (not a bool) in [low, high]."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or value > high:
+        raise InvalidRequestError(f"{name} is {value!r}: it must be an integer in [{low}, {high}]", name)
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True):
+    """One sequence to generate, as the engine receives it (``params.n`` is 1: callers fan out)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float = 0.0
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Raw log-softmax values at one position.
+
+    ``rank`` is 1-based (1 = the most likely token); ``top_ids`` / ``top_logprobs`` hold the k largest, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RequestOutput(msgspec.Struct, array_like=True):
+    """What one step produced for one request. The last one has a ``finish_reason``; nothing follows it.
+
+    ``prompt_logprobs`` arrives once, with the first token: one entry a prompt token, None for the first.
+    ``error`` is set exactly when ``finish_reason`` is ERROR. ``is_invalid``: the request can never be served (400);
+    ``error_param`` then names the field at fault, if one is. ``is_overloaded``: the queue was full, retry later (429).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+    is_invalid: bool = False
+    num_cached_tokens: int = 0
+    error_param: str | None = None
+    is_overloaded: bool = False
+
+
+class NewRequest(msgspec.Struct, array_like=True, frozen=True):
+    """A request's first appearance in a plan: everything that ranks keep for it in its state slot.
+
+    ``block_table`` holds every KV block of the request's whole life. ``params.seed`` is resolved (never None).
+    ``suppressed_token_ids`` may not be drawn before ``params.min_tokens`` tokens are out (eos and stop ids).
+    """
+
+    slot: int
+    prompt_token_ids: list[int]
+    block_table: list[int]
+    params: SamplingParams
+    suppressed_token_ids: list[int]
+
+
+class PrefillRow(msgspec.Struct, array_like=True, frozen=True):
+    """A chunk of one request's prompt: tokens [start, start + length). ``is_last``: the row samples."""
+
+    slot: int
+    start: int
+    length: int
+    is_last: bool
+
+
+class StepPlan(msgspec.Struct, array_like=True, frozen=True):
+    """What every rank runs in one step. Row order: ``decode_slots``, then ``prefill_rows``; ranks keep it.
+
+    ``seq`` counts from 0 without gap or repeat. ``new_requests`` are installed into their slots before the rows run.
+    """
+
+    seq: int
+    new_requests: list[NewRequest]
+    decode_slots: list[int]
+    prefill_rows: list[PrefillRow]
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens that go through the model in this step."""
+        return len(self.decode_slots) + sum(row.length for row in self.prefill_rows)
+
+    @property
+    def sampled_slots(self) -> list[int]:
+        """Slots of the rows that sample, in row order."""
+        return self.decode_slots + [row.slot for row in self.prefill_rows if row.is_last]
+
+
+class StepOutput(msgspec.Struct, array_like=True):
+    """Rank 0's result of one plan: one token per sampled row, in the order of ``StepPlan.sampled_slots``.
+
+    ``logprobs[i]`` is None for rows that asked for none (the whole list is None when no row asked).
+    ``prompt_logprobs`` maps a slot to the entries of the prompt tokens whose predictions this step computed.
+    """
+
+    seq: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
+    model_seconds: float = 0.0
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """A snapshot of the engine: gauges now, counters since start (``*_seconds`` are sums over steps)."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_free_slots: int = 0
+    num_slots: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    host_seconds: float = 0.0
+    model_seconds: float = 0.0

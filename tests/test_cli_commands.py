@@ -1,0 +1,164 @@
+"""The command line: help, exit codes, one-line errors, and the commands that need no server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bireme import __version__
+from bireme.cli import app
+
+TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 16}
+
+
+def bireme(*args: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bireme", *args], input=stdin, capture_output=True, text=True, timeout=timeout
+    )
+
+
+@pytest.mark.parametrize("args", [[], ["serve"], ["generate"], ["bench"], ["bench", "decode"]], ids=" ".join)
+def test_help_names_every_option_in_full_at_80_columns(args: list[str]) -> None:
+    done = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [*args, "--help"])
+    assert done.exit_code == 0
+    assert not re.search(r"--[a-z-]*…", done.output), done.output
+
+
+def test_help_of_serve_lists_vllms_flags_by_panel() -> None:
+    text = CliRunner(env={"TERMINAL_WIDTH": "100"}).invoke(app, ["serve", "--help"]).output
+    for flag in (
+        *("--tensor-parallel-size", "--tp", "--distributed-backend", "--dtype", "--seed", "--load-format"),
+        *("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--kv-cache-memory-bytes"),
+        *("--gpu-memory-utilization", "--enforce-eager", "--served-model-name", "--host", "--port"),
+    ):
+        assert flag in text
+    for panel in ("Model", "Parallelism", "State and KV memory", "Scheduling", "Server"):
+        assert f" {panel} " in text
+
+
+def test_the_version_is_printed() -> None:
+    done = bireme("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"bireme {__version__}")
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("bireme: error: "), done.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate"]], ids=" ".join)
+def test_a_missing_folder_is_one_line_and_exit_code_2(command: list[str]) -> None:
+    assert_one_line_error(bireme(*command, "no-such-folder", stdin="x"), 2, "no-such-folder")
+
+
+def test_a_split_that_does_not_divide_is_refused_with_field_and_numbers(checkpoint: Callable[..., Path]) -> None:
+    done = bireme("serve", str(checkpoint(**TINY)), "--tp", "3")
+    assert_one_line_error(done, 2, "3 ranks", "--tensor-parallel-size")
+
+
+def test_a_truncated_checkpoint_is_one_line_and_exit_code_1(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    for path in checkpoint(**TINY).iterdir():
+        content = path.read_bytes()
+        (tmp_path / path.name).write_bytes(content[: len(content) // 2] if path.suffix == ".safetensors" else content)
+    assert_one_line_error(bireme("serve", str(tmp_path)), 1, ".safetensors")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["serve"],
+        ["serve", "x", "--tp", "0"],
+        ["serve", "x", "--port", "99999"],
+        ["serve", "x", "--dtype", "float8"],
+        ["serve", "x", "--gpu-memory-utilization", "1.5"],
+        ["serve", "x", "--no-such-flag"],
+        ["sail"],
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_is_exit_code_2(args: list[str]) -> None:
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 2
+    assert "Traceback" not in done.output
+
+
+def test_generate_streams_the_same_text_for_a_prompt_argument_and_for_stdin(checkpoint: Callable[..., Path]) -> None:
+    flags = ["--max-tokens", "12", "--temperature", "0", "--stats"]
+    given = bireme("generate", str(checkpoint(**TINY)), "Hello", *flags)
+    piped = bireme("generate", str(checkpoint(**TINY)), *flags, stdin="Hello")
+    assert given.returncode == piped.returncode == 0, given.stderr + piped.stderr
+    assert given.stdout == piped.stdout
+    assert given.stdout.strip()
+    assert re.search(r"tokens/s", given.stderr)
+
+
+def test_generate_chat_applies_the_template(checkpoint: Callable[..., Path]) -> None:
+    flags = ["--max-tokens", "8", "--temperature", "0"]
+    plain = bireme("generate", str(checkpoint(**TINY)), "Hello", *flags)
+    chat = bireme("generate", str(checkpoint(**TINY)), "Hello", "--system", "Be brief.", *flags)
+    assert plain.returncode == chat.returncode == 0, plain.stderr + chat.stderr
+    assert plain.stdout != chat.stdout
+
+
+def test_generate_refuses_a_bad_parameter_in_one_line(checkpoint: Callable[..., Path]) -> None:
+    done = bireme("generate", str(checkpoint(**TINY)), "Hello", "--top-p", "7")
+    assert_one_line_error(done, 2, "top_p", "7")
+
+
+def test_ctrl_c_ends_generate_quietly_and_leaves_no_process(checkpoint: Callable[..., Path]) -> None:
+    command = [sys.executable, "-m", "bireme", "generate", str(checkpoint(**TINY)), "Hello", "--ignore-eos"]
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "3500", "--tp", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group, the ranks included
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors, errors
+    deadline = time.monotonic() + 10
+    while group_is_alive(process.pid):
+        assert time.monotonic() < deadline, "a process of the group is left"
+        time.sleep(0.05)
+
+
+def group_is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_bench_decode_prints_a_table_and_one_json_line(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    kept = tmp_path / "results" / "decode.jsonl"
+    flags = ["--rows", "4", "--tokens", "8", "--rounds", "1", "--append", str(kept)]
+    done = bireme("bench", "decode", str(checkpoint(**TINY)), *flags)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert "batched" in done.stdout
+    figures = json.loads(lines[-1])
+    assert kept.read_text(encoding="utf-8") == lines[-1] + "\n"
+    assert figures["bench"] == "decode"
+    assert (figures["rows"], figures["tokens"], figures["tp"]) == (4, 8, 1)
+    for name in ("batched_over_per_request", "single_over_bare", "host_ms_per_step", "batched_tok_s"):
+        assert figures[name] > 0
+    for name in ("commit", "machine", "model", "command"):
+        assert name in figures
