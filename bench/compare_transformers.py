@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bireme.engine_args import build_engine_config
-from bireme.executor.launcher import create_executor
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from bireme.bench.decode import PlanRelay, bench_prompts, describe, model_folder, run_engine
 from bireme.bench.record import emit, median, record
 from bireme.config import EngineConfig
+from bireme.engine_args import build_engine_config
+from bireme.executor.launcher import create_executor
 
 
 def run_transformers(model: Any, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
@@ -70,6 +71,8 @@ def main() -> None:
     parser.add_argument("--append", type=Path)
     args = parser.parse_args()
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     threads = torch.get_num_threads()
     with model_folder(args.model) as (folder, builtin):
         config = build_engine_config(folder, tensor_parallel_size=args.tp, dtype=args.dtype)

@@ -62,7 +62,8 @@ def drafts_accepted(
     mask = create_causal_mask(
         config=model.config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=places
     )
-    x = predictor.layers[0](x, position_embeddings=model.model.rotary_emb(x, places), attention_mask=mask)
+    angles = model.model.rotary_emb(x, places.expand(3, 1, -1))
+    x = predictor.layers[0](x, position_embeddings=angles, attention_mask=mask)
     drafts = model.lm_head(predictor.norm(x)).argmax(-1)[0]  # drafts[t] is about ids[t + 2]
     chosen = model.lm_head(hidden[0, 1:]).argmax(-1)  # chosen[t] is the model's token for ids[t + 2]
     first = max(prompt - 2, 0)

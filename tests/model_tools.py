@@ -160,7 +160,7 @@ class Driver:
             decode: (slot, token) pairs.
             prefill: (slot, chunk) pairs.
             padding: decode rows on slot 0 to add behind the real ones.
-            use_range: tell the kernels when the decode slots are an ascending range.
+            use_range: give the kernels the range of the decode slots (where they are distinct).
         """
         decode, prefill = decode or [], prefill or []
         rows = decode + [(0, 0)] * padding
@@ -174,8 +174,9 @@ class Driver:
             tokens += chunk
             positions += range(start, start + len(chunk))
             kv_indices += [self._kv_index(slot, start + offset) for offset in range(len(chunk))]
-        first = slots[0] if slots else 0
-        is_range = use_range and bool(slots) and slots == list(range(first, first + len(slots)))
+        slot_range = None
+        if use_range and slots and len(set(slots)) == len(slots):
+            slot_range = (min(slots), max(slots) + 1)
         batch = Batch(
             positions=torch.tensor(positions),
             kv_indices=torch.tensor(kv_indices),
@@ -184,7 +185,8 @@ class Driver:
             decode_block_tables=self._block_tables(slots, contexts),
             decode_context_lens=torch.tensor(contexts, dtype=torch.int32),
             max_decode_context=max(contexts, default=0),
-            decode_slot_range=(first, first + len(slots)) if is_range else None,
+            decode_slot_range=slot_range,
+            decode_in_order=slot_range is not None and slots == list(range(*slot_range)),
             prefill=self._prefill_batch(prefill) if prefill else None,
         )
         hidden = self.model.forward(torch.tensor(tokens), batch, self.kv, self.state)

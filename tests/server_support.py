@@ -28,13 +28,26 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|say|>", "<|said|>")
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 TEMPLATE = """\
+{%- if tools -%}
+    {{- '<|im_start|>system\\n' -}}
+    {%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
     {%- if message.role == 'system' and not loop.first -%}
         {{- raise_exception('the system message must come first') -}}
     {%- endif -%}
     {{- '<|im_start|>' + message.role + '\\n' -}}
     {%- if message.reasoning_content -%}{{- '<think>' + message.reasoning_content + '</think>' -}}{%- endif -%}
-    {{- message.content + '<|im_end|>\\n' -}}
+    {{- message.content -}}
+    {%- for call in message.tool_calls or [] -%}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' -}}
+        {%- for key, value in call.function.arguments.items() -%}
+            {{- '<parameter=' + key + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' -}}
+        {%- endfor -%}
+        {{- '</function>\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|im_start|>assistant\\n' -}}
@@ -184,6 +197,13 @@ def running_server(folder: Path, tmp_path: Path, *, ready: bool = True, **option
         yield server
     finally:
         server.end()
+
+
+def pull(trip: Path, how: str) -> None:
+    """Make the simulated executor fail (see ``StoppableExecutor``); the file appears with its content."""
+    draft = trip.with_suffix(".draft")
+    draft.write_text(how)
+    draft.rename(trip)
 
 
 def raw_post(port: int, path: str, body: dict[str, Any] | bytes, *, read: bool = False) -> socket.socket:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,11 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_cli_bench import CONFIG
 from typer.testing import CliRunner
 
 from bireme import __version__
-from bireme.cli import app
+from bireme.cli import app, startup_summary
+from bireme.config import CacheCapacity, EngineConfig, ParallelConfig
 
+MODEL = CONFIG.model
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 16}
 
 
@@ -51,6 +55,29 @@ def test_the_version_is_printed() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, f"bireme {__version__}")
 
 
+def test_the_start_up_summary_says_what_fits_per_rank() -> None:
+    config = EngineConfig(model_path="x", model=MODEL, parallel=ParallelConfig(tp_size=2), dtype="float32")
+    capacity = CacheCapacity(
+        num_slots=16,
+        num_blocks=1000,
+        block_size=64,
+        max_model_len=4096,
+        bytes_per_slot=2**20,
+        bytes_per_block=2**17,
+        weight_bytes=5 * 2**30,
+    )
+    text = startup_summary(config, capacity, ("galley",), "http://127.0.0.1:8000")
+    for part in (
+        "galley",
+        "tensor parallel 2",
+        "5 GiB weights, 16 MiB state, 125 MiB KV",
+        "16 slots of 1 MiB",
+        "64000 tokens of 2 KiB in 1000 blocks of 64",
+        "http://127.0.0.1:8000/v1",
+    ):
+        assert part in text
+
+
 def assert_one_line_error(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
@@ -75,6 +102,15 @@ def test_a_truncated_checkpoint_is_one_line_and_exit_code_1(checkpoint: Callable
         content = path.read_bytes()
         (tmp_path / path.name).write_bytes(content[: len(content) // 2] if path.suffix == ".safetensors" else content)
     assert_one_line_error(bireme("serve", str(tmp_path)), 1, ".safetensors")
+
+
+def test_a_port_in_use_is_refused_by_flag_before_a_rank_starts(checkpoint: Callable[..., Path]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = bireme("serve", str(checkpoint(**TINY)), "--port", str(port))
+    assert_one_line_error(done, 2, str(port), "--port")
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ def test_an_id_in_use_is_refused_and_leaves_its_first_request_alone():
 
 def test_a_full_queue_refuses_with_its_own_mark():
     core = engine(num_slots=1, max_waiting=2)
-    for name in "abc":
+    for name in "abcd":
         core.add_request(request(name, 2, max_tokens=2))
     seen = drain(core)
-    (only,) = seen["c"]
+    (only,) = seen["d"]
     assert only.is_overloaded and not only.is_invalid and only.finish_reason is FinishReason.ERROR
     assert "--max-waiting" in only.error
     assert tokens(seen["b"]) == [1, 2]

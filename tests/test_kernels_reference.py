@@ -21,6 +21,10 @@ def _no_gradients_and_a_seed():
         yield
 
 
+def offsets_of(seq_lens: list[int]) -> Tensor:
+    return torch.tensor([0, *seq_lens]).cumsum(0).to(torch.int32)
+
+
 # norms, activation, vocabulary
 
 
@@ -154,7 +158,7 @@ def test_prefill_attention_of_packed_chunks_with_history_equals_dense_softmax(bl
     contexts = [start + length for start, length in zip(starts, seq_lens, strict=True)]
     k_cache, v_cache, tables, keys, values = paged_case(contexts, num_kv_heads=2, block_size=block_size)
     query = torch.randn(sum(seq_lens), 12, 16)
-    out = ops.paged_prefill_attention(query, k_cache, v_cache, tables, seq_lens, starts)
+    out = ops.paged_prefill_attention(query, k_cache, v_cache, tables, offsets_of(seq_lens), seq_lens, starts)
     pieces = zip(out.split(seq_lens), query.split(seq_lens), keys, values, strict=True)
     for row, (found, asked, row_keys, row_values) in enumerate(pieces):
         expected = dense_attention(asked, row_keys, row_values)
@@ -279,7 +283,15 @@ class Delta:
 
     def prefill(self, rows: Tensor, slots: list[int], seq_lens: list[int], starts: list[int]) -> Tensor:
         return ops.gdn_prefill(
-            rows, *self.weights, self.recurrent, self.conv, torch.tensor(slots), seq_lens, starts, EPS
+            rows,
+            *self.weights,
+            self.recurrent,
+            self.conv,
+            torch.tensor(slots),
+            offsets_of(seq_lens),
+            seq_lens,
+            starts,
+            EPS,
         )
 
 

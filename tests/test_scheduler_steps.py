@@ -232,13 +232,13 @@ def scheduler(num_blocks: int = 8, **limits) -> Scheduler:
 
 def test_the_queue_has_a_bound_and_refuses_by_name():
     waiting = scheduler(max_waiting=2)
-    waiting.add(request("a"))
-    waiting.add(request("b"))
-    with pytest.raises(QueueFullError, match=r"2 requests are waiting.*--max-waiting"):
-        waiting.add(request("c"))
+    for name in "abcd":
+        waiting.add(request(name))  # two for the free slots, two that wait
+    with pytest.raises(QueueFullError, match=r"4 requests are waiting: at most 2 .*--max-waiting"):
+        waiting.add(request("e"))
     waiting.abort("a")
-    waiting.add(request("c"))
-    assert waiting.num_waiting == 2
+    waiting.add(request("e"))
+    assert waiting.num_waiting == 4
 
 
 def test_a_request_with_more_blocks_than_exist_is_rejected_at_once_with_both_numbers():

@@ -16,6 +16,21 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "<|say|>all is well<|said|>", "max_tokens": 50, "temperature": 0}
 USER = [{"role": "user", "content": "hi"}]
 
+
+def tool(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f"} | changes}
+
+
+def called(*ids: str, **changes: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": "{}"} | changes
+    calls = [{"id": call_id, "type": "function", "function": function} for call_id in ids]
+    return {"role": "assistant", "tool_calls": calls}
+
+
+def result(call_id: str) -> dict[str, Any]:
+    return {"role": "tool", "content": "x", "tool_call_id": call_id}
+
+
 # (path, what is changed in a good body or raw bytes, status, field at fault, words of the message)
 TABLE: list[tuple[str, Any, int, str | None, str]] = [
     # bodies
@@ -131,8 +146,32 @@ TABLE: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, {"nonsense": [1, 2]}, 400, "nonsense", "[1,2]"),
     (COMPLETIONS, {"response_format": {"type": "json_object"}}, 400, "response_format", "json_object"),
     (COMPLETIONS, {"guided_regex": "a+"}, 400, "guided_regex", "a+"),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "function"),
-    (CHAT, {"tool_choice": "auto"}, 400, "tool_choice", "auto"),
+    # tools
+    (CHAT, {"tools": {}}, 400, "tools", "Expected"),
+    (CHAT, {"tools": ["f"]}, 400, "tools", "tools[0]"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, 400, "tools", "web_search"),
+    (CHAT, {"tools": [{"type": "function", "name": "f"}]}, 400, "tools", "tools[0].name"),
+    (CHAT, {"tools": [{"type": "function"}]}, 400, "tools", "tools[0].function"),
+    (CHAT, {"tools": [tool(), tool()]}, 400, "tools", "tools[0]"),
+    (CHAT, {"tools": [tool(name="")]}, 400, "tools", "1 to 64"),
+    (CHAT, {"tools": [tool(name="a b")]}, 400, "tools", "a b"),
+    (CHAT, {"tools": [tool(name="a>")]}, 400, "tools", "a>"),
+    (CHAT, {"tools": [tool(name=None)]}, 400, "tools", "null"),
+    (CHAT, {"tools": [tool(name="n" * 65)]}, 400, "tools", "nnn"),
+    (CHAT, {"tools": [tool(description=7)]}, 400, "tools", "description is 7"),
+    (CHAT, {"tools": [tool(strict=True)]}, 400, "tools", "constrained"),
+    (CHAT, {"tools": [tool(parameters=[])]}, 400, "tools", "parameters is []"),
+    (CHAT, {"tools": [tool(parameters={"type": "array"})]}, 400, "tools", "array"),
+    (CHAT, {"tools": [tool(parameters={"properties": 1})]}, 400, "tools", "properties is 1"),
+    (CHAT, {"tool_choice": "auto"}, 400, "tool_choice", "needs tools"),
+    (CHAT, {"tool_choice": "auto", "tools": []}, 400, "tool_choice", "needs tools"),
+    (CHAT, {"tool_choice": "required", "tools": [tool()]}, 400, "tool_choice", "constrained"),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, 400, "tool_choice", "constrained"),
+    (CHAT, {"tool_choice": {"type": "allowed_tools"}, "tools": [tool()]}, 400, "tool_choice", "allowed_tools"),
+    (CHAT, {"tool_choice": "any", "tools": [tool()]}, 400, "tool_choice", "any"),
+    (CHAT, {"tool_choice": 1, "tools": [tool()]}, 400, "tool_choice", "Expected"),
+    (CHAT, {"parallel_tool_calls": 1}, 400, "parallel_tool_calls", "Expected"),
+    (CHAT, {"functions": [{"name": "f"}]}, 400, "functions", "use tools"),
     (CHAT, {"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema"),
     (CHAT, {"reasoning_effort": "high"}, 400, "reasoning_effort", "high"),
     (CHAT, {"chat_template": "{{ 1 }}"}, 400, "chat_template", "checkpoint"),
@@ -155,8 +194,24 @@ TABLE: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages", "text must be"),
     (CHAT, {"messages": [{"role": "user", "content": ["hi"]}]}, 400, "messages", "content[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "name": "bob"}]}, 400, "messages", "bob"),
-    (CHAT, {"messages": [*USER, {"role": "tool", "content": "x"}]}, 400, "messages", "tool"),
+    (CHAT, {"messages": [*USER, {"role": "tool", "content": "x"}]}, 400, "messages", "tool_call_id is null"),
+    (CHAT, {"messages": [*USER, result("a")]}, 400, "messages", "no such call"),
+    (CHAT, {"messages": [called("a"), *USER, result("a")]}, 400, "messages", "no such call"),
+    (CHAT, {"messages": [called("a"), result("a"), result("b")]}, 400, "messages", "messages[2]"),
+    (CHAT, {"messages": [called("a"), result("a"), result("a")]}, 400, "messages", "already"),
+    (CHAT, {"messages": [called("a"), result("a") | {"name": "g"}]}, 400, "messages", "name is"),
+    (CHAT, {"messages": [called("a"), result("a") | {"content": None}]}, 400, "messages", "content is null"),
+    (CHAT, {"messages": [called("a", "a")]}, 400, "messages", "another call"),
+    (CHAT, {"messages": [called("a", arguments="{")]}, 400, "messages", "arguments"),
+    (CHAT, {"messages": [called("a", arguments="[1]")]}, 400, "messages", "JSON of an object"),
+    (CHAT, {"messages": [called("a", arguments=None)]}, 400, "messages", "arguments is null"),
+    (CHAT, {"messages": [called("a", arguments='{"x": ' + "[" * 4000)]}, 400, "messages", "arguments"),
+    (CHAT, {"messages": [called("a", name=3)]}, 400, "messages", "name is 3"),
+    (CHAT, {"messages": [called("a", cache=3)]}, 400, "messages", "cache is 3"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": {"id": "1"}}]}, 400, "messages", "must be a list"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, 400, "messages", "tool_calls"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, 400, "messages", "role user"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, 400, "messages", "role user"),
     (CHAT, {"messages": [*USER, {"role": "system", "content": "late"}]}, 400, "messages", "must come first"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 2500}]}, 400, "prompt", "2047"),
     (CHAT, {"max_tokens": 3000}, 400, "max_tokens", "3000"),

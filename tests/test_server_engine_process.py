@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from server_sim import make_config, make_executor
-from server_support import build_tokenizer
+from server_support import build_tokenizer, pull
 
 from bireme.engine_client import EngineClient
 from bireme.engine_process import launch_engine
@@ -169,7 +169,7 @@ def test_a_dead_engine_gives_every_open_request_one_error_and_takes_no_more(
         if how == "SIGKILL":
             os.kill(client.engine.process.pid or 0, signal.SIGKILL)
         else:
-            trip.write_text(how)
+            pull(trip, how)
         for outputs in await asyncio.gather(*tasks):
             assert [output.finish_reason for output in outputs].count(FinishReason.ERROR) == 1
             assert outputs[-1].finish_reason is FinishReason.ERROR

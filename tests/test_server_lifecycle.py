@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_support import RunningServer, build_tokenizer, raw_post, running_server
+from server_support import RunningServer, build_tokenizer, pull, raw_post, running_server
 
 STEP = 0.05
 ENDLESS = {"prompt": "hello world", "max_tokens": 2000, "ignore_eos": True}
@@ -360,7 +360,7 @@ def test_an_engine_that_dies_gives_every_open_request_one_error_and_ends_the_ser
         if how == "SIGKILL":
             os.kill(server.engine_pid(), signal.SIGKILL)
         else:
-            trip.write_text(how)
+            pull(trip, how)
         words = {"rank": "rank 1 died", "defect": "a defect in the loop", "exit": "code 9", "SIGKILL": "SIGKILL"}[how]
         for reader in (streamed, whole, queued):
             assert words in reader.error()["message"]
@@ -391,7 +391,7 @@ def test_an_engine_that_is_told_to_leave_alone_finishes_its_work_and_ends_the_se
 def test_a_rank_that_dies_while_the_engine_is_idle_is_noticed_within_two_seconds(folder: Path, tmp_path: Path) -> None:
     trip = tmp_path / "trip"
     with running_server(folder, tmp_path, trip=str(trip)) as server:
-        trip.write_text("rank")
+        pull(trip, "rank")
         started = time.monotonic()
         while server.health() == 200:
             assert time.monotonic() - started < 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,6 +171,8 @@ class LLM:
         self._tokenizer = Tokenizer.from_folder(model) if has_tokenizer(model) else None
         self._template: ChatTemplate | None = None
         executor = create_executor(self.config)
+        # For callers that forget to close: at exit, or when nobody holds this object any more.
+        weakref.finalize(self, executor.shutdown)
         self.capacity = executor.capacity
         self._engine = EngineCore(self.config, executor)
         self._num_requests = 0
@@ -202,7 +205,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the defaults of the checkpoint's generation_config.json."""
         generation = self.config.generation
-        named = {
+        named: dict[str, Any] = {
             "temperature": generation.temperature,
             "top_k": generation.top_k,
             "top_p": generation.top_p,
@@ -334,15 +337,16 @@ class LLM:
         return sequences
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if prompt.get("prompt_token_ids") is not None:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            if not isinstance(prompt.get("prompt"), str):
+        given: Any = prompt
+        if isinstance(given, Mapping):
+            if given.get("prompt_token_ids") is not None:
+                return given.get("prompt"), list(given["prompt_token_ids"])
+            if not isinstance(given.get("prompt"), str):
                 raise InvalidRequestError("a prompt given as a dict needs prompt or prompt_token_ids", "prompt")
-            prompt = prompt["prompt"]
-        if isinstance(prompt, str):
-            return prompt, self.get_tokenizer().encode(prompt)
-        return None, list(prompt)
+            given = given["prompt"]
+        if isinstance(given, str):
+            return given, self.get_tokenizer().encode(given)
+        return None, list(given)
 
     def _run(self, sequences: list[_Sequence]) -> Iterator[tuple[_Sequence, TextPiece]]:
         """Drive the engine until all are done; yields each sequence with what a step brought it.

@@ -75,7 +75,13 @@ class Attention(Layer):
         if prefill is not None:
             outputs.append(
                 ops.paged_prefill_attention(
-                    query[split:], k_cache, v_cache, prefill.block_tables, prefill.seq_lens, prefill.starts
+                    query[split:],
+                    k_cache,
+                    v_cache,
+                    prefill.block_tables,
+                    prefill.cu_seqlens,
+                    prefill.seq_lens,
+                    prefill.starts,
                 )
             )
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -41,7 +41,7 @@ class Batch:
         decode_context_lens: [D] int32, tokens attended to, this one included.
         max_decode_context: a host-side bound of ``decode_context_lens`` (0 without decode rows).
         decode_slot_range: (lowest, highest + 1) of ``decode_slots`` when reading every slot in between is cheaper than
-            gathering these (say, up to twice as many); a kernel may then take a view of the state. Else None.
+            gathering these (up to 1.5 times as many); a kernel may then take a view of the state. Else None.
         decode_in_order: with a range: ``decode_slots`` is exactly that range, ascending.
         prefill: the prefill rows, or None.
     """

@@ -77,6 +77,7 @@ class GatedDeltaNet(Layer):
                     recurrent,
                     conv,
                     prefill.slots,
+                    prefill.cu_seqlens,
                     prefill.seq_lens,
                     prefill.starts,
                     self.eps,

@@ -143,12 +143,13 @@ class Scheduler:
         """Put a request (checked by ``check_request``) at the end of the queue.
 
         Raises:
-            QueueFullError: ``max_waiting`` requests wait already.
+            QueueFullError: ``max_waiting`` requests wait already, those that free slots could take aside.
             InvalidRequestError: it needs more blocks than there are.
         """
-        if len(self._waiting) >= self.config.max_waiting:
+        if len(self._waiting) >= self.config.max_waiting + self.slots.num_free:
             raise QueueFullError(
-                f"{len(self._waiting)} requests are waiting, as many as may (--max-waiting): try again later"
+                f"{len(self._waiting)} requests are waiting: at most {self.config.max_waiting} may wait for a free slot "
+                "(--max-waiting); try again later"
             )
         params = request.params
         num_prompt_tokens = len(request.prompt_token_ids)

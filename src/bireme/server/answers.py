@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from bireme.server.chat import ReasoningSplitter
 from bireme.server.detokenizer import Detokenizer
 from bireme.server.protocol import (
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
@@ -20,14 +23,17 @@ from bireme.server.protocol import (
     CompletionChoice,
     CompletionLogprobs,
     TokenLogprob,
+    ToolCallDelta,
+    ToolCallPart,
     TopLogprob,
 )
 from bireme.server.text_state import RequestText
 from bireme.server.tokenizer import Tokenizer
+from bireme.server.tool_parser import ToolCall, ToolCallParser
 from bireme.types import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
-    from bireme.server.params import Call
+    from bireme.server.params import Call, ChatCall
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON has no word for; OpenAI's figure."""
@@ -81,6 +87,11 @@ class Answer(ABC):
         """Of these, thought."""
         return 0
 
+    @property
+    def num_tool_calls(self) -> int:
+        """Tool calls so far."""
+        return 0
+
     @abstractmethod
     def push(self, output: RequestOutput) -> None:
         """Take what one step brought."""
@@ -95,7 +106,7 @@ class Answer(ABC):
 
     @property
     def _reason(self) -> str | None:
-        return None if self._text.finish_reason is None else self._text.finish_reason.value
+        return None if self.finish_reason is None else self.finish_reason.value
 
     def _taken_ids(self) -> list[int] | UnsetType:
         if not self._wants_ids:
@@ -202,7 +213,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """An answer of /v1/chat/completions: its thought and its content apart.
+    """An answer of /v1/chat/completions: its thought, its content and its tool calls apart.
 
     Args:
         prompt: what the template rendered; its end says how the answer begins.
@@ -211,7 +222,7 @@ class ChatAnswer(Answer):
     def __init__(
         self,
         index: int,
-        call: Call,
+        call: ChatCall,
         tokenizer: Tokenizer,
         params: SamplingParams,
         prompt_token_ids: list[int],
@@ -227,8 +238,12 @@ class ChatAnswer(Answer):
             kept_ids=tokenizer.markup_ids,
         )
         self._splitter = ReasoningSplitter(prompt)
+        self._parser = ToolCallParser(call.tools, only_first=call.only_first_call) if call.tools else None
+        self._ends_with_call = self._parser is not None and call.only_first_call
+        self._min_tokens = params.min_tokens
         self._thought: list[str] = []
         self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
         self._logprobs: list[TokenLogprob] = []
         self._num_reasoning_tokens = 0
         self._is_first = True
@@ -237,8 +252,28 @@ class ChatAnswer(Answer):
     def num_reasoning_tokens(self) -> int:
         return self._num_reasoning_tokens
 
+    @property
+    def num_tool_calls(self) -> int:
+        return 0 if self._parser is None else self._parser.num_calls
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        is_over = self._ends_with_call and self.num_tool_calls and self.num_tokens >= self._min_tokens
+        return FinishReason.STOP if is_over else self._text.finish_reason
+
+    @property
+    def _reason(self) -> str | None:
+        reason = super()._reason
+        return "tool_calls" if reason == FinishReason.STOP.value and self.num_tool_calls else reason
+
     def push(self, output: RequestOutput) -> None:
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        # An answer that a call ends must not count tokens behind it, however many come at once.
+        for part in _by_token(output) if self._ends_with_call else (output,):
+            if self.finish_reason is None:
+                self._push(part)
+
+    def _push(self, output: RequestOutput) -> None:
         was_thinking = self._splitter.in_thought
         text = self._text.push(output)
         taken = len(self._text.token_offsets)
@@ -248,6 +283,8 @@ class ChatAnswer(Answer):
             self._add(*self._splitter.push(text))
         if self._text.finish_reason is not None:
             self._add(*self._splitter.flush())
+            if self._parser is not None:
+                self._add_parsed(*self._parser.flush())
         if self._num_top is not None and output.logprobs is not None:
             self._logprobs += [self._token_logprob(entry) for entry in output.logprobs[:taken]]
         if self._wants_ids:
@@ -256,21 +293,26 @@ class ChatAnswer(Answer):
     def chunk(self) -> ChatChunkChoice | None:
         reason = self._reason
         thought, content = "".join(self._thought), "".join(self._content)
-        if not (thought or content or reason is not None or self._logprobs or self._token_ids):
+        if not (thought or content or self._calls or reason is not None or self._logprobs or self._token_ids):
             return None
         self._thought.clear()
         self._content.clear()
-        delta = ChatDelta(content=content or None, reasoning_content=thought or None)
+        calls, self._calls = self._calls, []
+        delta = ChatDelta(content=content or None, reasoning_content=thought or None, tool_calls=calls or None)
         if self._is_first:
             self._is_first = False
             delta.role = "assistant"
-            delta.content = content
+            if self._parser is None:
+                delta.content = content
         return ChatChunkChoice(
             self.index, delta, self._taken_logprobs(), reason, self._text.stop_reason, self._taken_ids()
         )
 
     def whole(self) -> ChatChoice:
         message = ChatMessage("assistant", "".join(self._content), "".join(self._thought) or None)
+        if self._calls:
+            message.tool_calls = [ToolCallPart(call.id, call.function) for call in self._calls]
+            message.content = message.content or None
         return ChatChoice(
             self.index, message, self._taken_logprobs(), self._reason, self._text.stop_reason, self._taken_ids()
         )
@@ -278,8 +320,20 @@ class ChatAnswer(Answer):
     def _add(self, thought: str, content: str) -> None:
         if thought:
             self._thought.append(thought)
+        if not content:
+            return
+        if self._parser is None:
+            self._content.append(content)
+        else:
+            self._add_parsed(*self._parser.push(content))
+
+    def _add_parsed(self, content: str, calls: list[ToolCall]) -> None:
         if content:
             self._content.append(content)
+        first = self.num_tool_calls - len(calls)
+        for index, call in enumerate(calls, first):
+            function = CalledFunction(call.name, call.arguments)
+            self._calls.append(ToolCallDelta(f"call_{uuid.uuid4().hex}", function, index=index))
 
     def _taken_logprobs(self) -> ChatLogprobs | None:
         if self._num_top is None:
@@ -294,6 +348,21 @@ class ChatAnswer(Answer):
             for top_id, value in zip(entry.top_ids[: self._num_top], entry.top_logprobs, strict=False)
         ]
         return TokenLogprob(self._name(entry.token_id), _finite(entry.logprob), list(raw(entry.token_id)), top)
+
+
+def _by_token(output: RequestOutput) -> Iterator[RequestOutput]:
+    """One output after another, each with one token of ``output``; the last also says how it ended."""
+    last = len(output.token_ids) - 1
+    for i, token_id in enumerate(output.token_ids):
+        yield msgspec.structs.replace(
+            output,
+            token_ids=[token_id],
+            logprobs=None if output.logprobs is None else output.logprobs[i : i + 1],
+            finish_reason=output.finish_reason if i == last else None,
+            stop_reason=output.stop_reason if i == last else None,
+        )
+    if last < 0:
+        yield output
 
 
 def _finite(value: float) -> float:

@@ -130,8 +130,13 @@ class Service:
         model = self.served_name(call.model)
         if self._template is None:
             raise InvalidRequestError("the model has no chat template: use /v1/completions", "messages")
+        if call.tools and not self._template.takes_tools:
+            raise InvalidRequestError("the model's chat template does not know tools", "tools")
         prompt = self._template.render(
-            call.messages, add_generation_prompt=call.add_generation_prompt, **call.template_variables
+            call.messages,
+            tools=call.tools,
+            add_generation_prompt=call.add_generation_prompt,
+            **call.template_variables,
         )
         token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         job = Job(call, f"chatcmpl-{uuid.uuid4().hex}", model, "chat.completion", "chat.completion.chunk", arrived)

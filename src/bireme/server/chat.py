@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -48,6 +48,9 @@ class ChatTemplate:
 
     It runs in a sandbox: templates come with checkpoints, and their variables from anyone.
 
+    Attributes:
+        takes_tools: the template can describe tools to the model.
+
     Raises:
         ConfigError: the template is no valid Jinja.
     """
@@ -60,6 +63,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
+            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"cannot use the chat template: line {error.lineno}: {error.message}") from error
@@ -201,7 +205,7 @@ class ReasoningSplitter:
             self._state = "content"
             self._at_start = True
             return text[:end].rstrip("\n")
-        keep = len(text) - _partial_end(text, THINK_END)
+        keep = len(text) - partial_end(text, THINK_END)
         keep = len(text[:keep].rstrip("\n"))
         self._held = text[keep:]
         if keep:
@@ -216,7 +220,7 @@ class ReasoningSplitter:
         return text
 
 
-def _partial_end(text: str, tag: str) -> int:
+def partial_end(text: str, tag: str) -> int:
     """Length of the longest end of ``text`` that begins ``tag`` without completing it."""
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if tag.startswith(text[-length:]):

@@ -152,6 +152,7 @@ class Generation(Response):
             touched[answer.index] = answer
             if answer.finish_reason is not None:
                 timing.finished(answer.finish_reason.value, answer.num_tokens, now)
+                self._metrics.num_tool_calls += answer.num_tool_calls
                 if output.finish_reason is None:
                     submission.abort(output.request_id)
         return list(touched.values())

@@ -103,6 +103,7 @@ class Metrics:
         num_generation_tokens: sent to clients or dropped with their requests.
         finished: requests by how they ended (stop, length, abort, error).
         http_errors: error responses by status.
+        num_tool_calls: in answers that are complete.
     """
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
@@ -112,6 +113,7 @@ class Metrics:
         self.num_cached_tokens = 0
         self.num_generation_tokens = 0
         self.num_disconnects = 0
+        self.num_tool_calls = 0
         self.finished: Counter[str] = Counter()
         self.http_errors: Counter[int] = Counter()
         self.time_to_first_token = Histogram(_TTFT)
@@ -149,6 +151,7 @@ class Metrics:
             ("vllm:generation_tokens", "Output tokens.", self.num_generation_tokens),
             ("bireme_cached_prompt_tokens", "Prompt tokens taken over from earlier requests.", self.num_cached_tokens),
             ("bireme_client_disconnects", "Calls whose client left before the end.", self.num_disconnects),
+            ("bireme_tool_calls", "Tool calls in answers.", self.num_tool_calls),
             ("bireme_steps", "Steps of the engine.", stats.num_steps),
             ("bireme_prefill_tokens", "Prompt tokens that went through the model.", stats.num_prefill_tokens),
             ("bireme_decode_tokens", "Rows of decode that went through the model.", stats.num_decode_tokens),

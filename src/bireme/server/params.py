@@ -14,7 +14,10 @@ import msgspec
 
 from bireme.config import CacheCapacity, GenerationDefaults
 from bireme.errors import InvalidRequestError
-from bireme.server.chat import check_template_variables, text_of_parts
+from bireme.server.chat import check_template_variables
+from bireme.server.messages import read_messages
+from bireme.server.tools import read_tools
+from bireme.server.wording import shown
 from bireme.types import MAX_LOGPROBS, SamplingParams, check_integer
 
 COMPLETIONS = "completions"
@@ -27,7 +30,6 @@ MAX_STOP_CHARACTERS = 1024
 MAX_SEQUENCES = 2048
 """Sequences that one call may ask for: prompts × n."""
 
-_SHOWN_CHARACTERS = 80
 _SEED_SPAN = 2**64
 
 
@@ -95,6 +97,9 @@ FIELDS: tuple[Field, ...] = (
     Field("add_special_tokens", (COMPLETIONS,), bool, "let the tokenizer add its own tokens to a text prompt"),
     Field("add_generation_prompt", (CHAT,), bool, "end the prompt with the opening of the assistant's answer"),
     Field("chat_template_kwargs", (CHAT,), dict[str, Any], "the template's switches, e.g. enable_thinking"),
+    Field("tools", (CHAT,), list, "functions that the model may call"),
+    Field("tool_choice", (CHAT,), str | dict[str, Any], "auto: may call (the default with tools); none: sees no tools"),
+    Field("parallel_tool_calls", (CHAT,), bool, "false: the answer ends with its first tool call"),
     Field("return_token_ids", BOTH, bool, "prompt_token_ids and token_ids in the answer"),
     Field("return_tokens_as_token_ids", BOTH, bool, "tokens in log-probabilities appear as token_id:N"),
     Field("user", BOTH, str, "written to the request log"),
@@ -115,11 +120,8 @@ FIELDS: tuple[Field, ...] = (
     _refused("guided_choice", BOTH, "only text is generated"),
     _refused("guided_grammar", BOTH, "only text is generated"),
     _refused("priority", BOTH, "requests are served first come, first served", 0),
-    _refused("tools", (CHAT,), "tool calls are not supported", []),
-    _refused("tool_choice", (CHAT,), "tool calls are not supported", "none"),
-    _refused("parallel_tool_calls", (CHAT,), "tool calls are not supported", True, False),
-    _refused("functions", (CHAT,), "tool calls are not supported", []),
-    _refused("function_call", (CHAT,), "tool calls are not supported", "none"),
+    _refused("functions", (CHAT,), "use tools", []),
+    _refused("function_call", (CHAT,), "use tool_choice", "none"),
     _refused("reasoning_effort", (CHAT,), "use chat_template_kwargs with enable_thinking"),
     _refused("thinking_token_budget", (CHAT,), "a thought is as long as it is"),
     _refused("include_reasoning", (CHAT,), "the thought is always sent, apart from the content", True),
@@ -144,18 +146,6 @@ FIELDS: tuple[Field, ...] = (
 )
 
 _BY_ENDPOINT = {endpoint: {field.name: field for field in FIELDS if endpoint in field.endpoints} for endpoint in BOTH}
-
-_MESSAGE_FIELDS = {"role", "content", "reasoning_content"}
-_MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
-    "name": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-    "function_call": (),
-    "tool_calls": ([],),
-    "tool_call_id": (),
-}
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,9 +191,15 @@ class CompletionCall(Call, frozen=True, kw_only=True):
 
 
 class ChatCall(Call, frozen=True, kw_only=True):
-    """A body of /v1/chat/completions; ``messages`` have text contents."""
+    """A body of /v1/chat/completions.
+
+    ``messages`` and ``tools`` are as the template takes them; no tools: the answer is not searched for calls.
+    ``only_first_call``: the answer ends with its first tool call.
+    """
 
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    only_first_call: bool = False
     add_generation_prompt: bool = True
     template_variables: dict[str, Any] = {}
 
@@ -243,7 +239,7 @@ def parse_chat(body: bytes, defaults: GenerationDefaults) -> ChatCall:
     fields = _read_fields(body, CHAT)
     if "messages" not in fields:
         raise InvalidRequestError("messages is required: a list of at least one message", "messages")
-    messages = _read_messages(fields.pop("messages"))
+    messages = read_messages(fields.pop("messages"))
     max_tokens = fields.pop("max_tokens", None)
     newer = fields.pop("max_completion_tokens", None)
     if newer is not None:
@@ -266,12 +262,32 @@ def parse_chat(body: bytes, defaults: GenerationDefaults) -> ChatCall:
             raise InvalidRequestError(f"top_logprobs is {top_logprobs}: it needs logprobs: true", "top_logprobs")
     return ChatCall(
         messages=messages,
+        tools=_chosen_tools(fields.pop("tools", []), fields.pop("tool_choice", None)),
+        only_first_call=not fields.pop("parallel_tool_calls", True),
         add_generation_prompt=fields.pop("add_generation_prompt", True),
         template_variables=variables,
         **_common(fields, defaults, (top_logprobs or 0) if wants_logprobs else None, None),
         max_tokens=max_tokens,
         default_max_tokens=defaults.max_new_tokens,
     )
+
+
+def _chosen_tools(tools: list[Any], choice: str | dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The tools that the model is shown under this ``tool_choice``."""
+    read = read_tools(tools)
+    if choice == "none":
+        return []
+    if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function"):
+        raise InvalidRequestError(
+            f"tool_choice is {shown(choice)}: to make sure of a call needs constrained decoding, which is not "
+            "available; use 'auto' or 'none'",
+            "tool_choice",
+        )
+    if choice not in (None, "auto"):
+        raise InvalidRequestError(f"tool_choice is {shown(choice)}: it must be 'auto' or 'none'", "tool_choice")
+    if choice == "auto" and not tools:
+        raise InvalidRequestError("tool_choice is 'auto': it needs tools", "tool_choice")
+    return read
 
 
 def _read_fields(body: bytes, endpoint: str) -> dict[str, Any]:
@@ -287,20 +303,18 @@ def _read_fields(body: bytes, endpoint: str) -> dict[str, Any]:
     for name, value in raw.items():
         field = known.get(name)
         if field is None:
-            raise InvalidRequestError(
-                f"{_shown(name)} is no field of this endpoint (its value is {_shown(value)})", name
-            )
+            raise InvalidRequestError(f"{shown(name)} is no field of this endpoint (its value is {shown(value)})", name)
         if value is None:
             continue
         if not field.is_honoured:
             # 0 == False and 1 == True in Python, never in a request.
             if not any(type(value) is type(off) and value == off for off in field.off):
-                raise InvalidRequestError(f"{name} is {_shown(value)}, which is not supported: {field.note}", name)
+                raise InvalidRequestError(f"{name} is {shown(value)}, which is not supported: {field.note}", name)
             continue
         try:
             fields[name] = msgspec.convert(value, field.type)
         except msgspec.ValidationError as error:
-            raise InvalidRequestError(f"{name} is {_shown(value)}: {error}", name) from error
+            raise InvalidRequestError(f"{name} is {shown(value)}: {error}", name) from error
     return fields
 
 
@@ -371,7 +385,7 @@ def _read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None
         return None
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise InvalidRequestError(f"logit_bias holds the key {_shown(key)}: keys must be token ids", "logit_bias")
+            raise InvalidRequestError(f"logit_bias holds the key {shown(key)}: keys must be token ids", "logit_bias")
     return {int(key): bias for key, bias in biases.items()}
 
 
@@ -382,7 +396,7 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
         prompts = [prompt] if not isinstance(prompt[0], (str, list)) else prompt
     else:
         raise InvalidRequestError(
-            f"prompt is {_shown(prompt)}: it must be a string, token ids, or a list of either, and not empty", "prompt"
+            f"prompt is {shown(prompt)}: it must be a string, token ids, or a list of either, and not empty", "prompt"
         )
     kind = str if isinstance(prompts[0], str) else list[int]
     for i, item in enumerate(prompts):
@@ -390,52 +404,9 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
             msgspec.convert(item, kind)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(
-                f"prompt {i} is {_shown(item)}: {error}; prompts are strings or lists of token ids, all of one kind",
+                f"prompt {i} is {shown(item)}: {error}; prompts are strings or lists of token ids, all of one kind",
                 "prompt",
             ) from error
         if not item:
             raise InvalidRequestError(f"prompt {i} is empty: at least one token is needed", "prompt")
     return list(prompts)
-
-
-def _read_messages(messages: list[Any]) -> list[dict[str, Any]]:
-    if not messages:
-        raise InvalidRequestError("messages is empty: at least one message is needed", "messages")
-    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _read_message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise InvalidRequestError(f"{where} is {_shown(message)}: it must be an object", "messages")
-    for name, value in message.items():
-        if name in _MESSAGE_FIELDS or value is None:
-            continue
-        if value not in _MESSAGE_OFF.get(name, ()):
-            raise InvalidRequestError(f"{where}.{name} is {_shown(value)}, which is not supported", "messages")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequestError(f"{where}.role is {_shown(role)}: it must be one of {', '.join(_ROLES)}", "messages")
-    content = message.get("content")
-    if content is None and role == "assistant":
-        content = ""
-    if isinstance(content, list):
-        content = text_of_parts(content, where)
-    if not isinstance(content, str):
-        raise InvalidRequestError(
-            f"{where}.content is {_shown(content)}: it must be a string or a list of text parts", "messages"
-        )
-    read: dict[str, Any] = {"role": _ROLES[role], "content": content}
-    thought = message.get("reasoning_content")
-    if thought is not None:
-        if not isinstance(thought, str) or role != "assistant":
-            raise InvalidRequestError(
-                f"{where}.reasoning_content must be a string, and in a message of the assistant", "messages"
-            )
-        read["reasoning_content"] = thought
-    return read
-
-
-def _shown(value: Any) -> str:
-    """A value in a message: as JSON, and short."""
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"

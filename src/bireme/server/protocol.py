@@ -79,13 +79,35 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class CalledFunction(Struct):
+    """``arguments`` is the JSON of an object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallPart(Struct):
+    """A tool call of a whole answer."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class ToolCallDelta(ToolCallPart, kw_only=True):
+    """A tool call in a piece of an answer: always a whole one. ``index`` is its place among the answer's calls."""
+
+    index: int
+
+
 class ChatMessage(Struct):
-    """A whole answer of /v1/chat/completions."""
+    """A whole answer of /v1/chat/completions; ``content`` is null when there are only tool calls."""
 
     role: str
-    content: str
+    content: str | None
     reasoning_content: str | None = None
     refusal: None = None
+    tool_calls: list[ToolCallPart] | UnsetType = UNSET
 
 
 class ChatDelta(Struct, omit_defaults=True):
@@ -94,6 +116,7 @@ class ChatDelta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(Struct):

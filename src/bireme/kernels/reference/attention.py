@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from bireme.kernels.reference.norm import inverse_rms, scalar
+from bireme.kernels.reference.norm import cast, inverse_rms, scalar
 
 QUERY_TILE = 64
 """Prompt tokens that share one pass over the keys."""
@@ -59,7 +59,7 @@ def qk_norm_rope_write_kv(
     keys_from = 2 * num_heads
     keys, values = heads[:, keys_from : keys_from + num_kv_heads], heads[:, keys_from + num_kv_heads :]
 
-    qk = torch.cat((query_and_gate[:, :, 0], keys), dim=1).float()
+    qk = cast(torch.cat((query_and_gate.select(2, 0), keys), 1), torch.float32)
     qk = torch.mul(qk, inverse_rms(qk, eps)).mul_(qk_weight)
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -67,14 +67,14 @@ def qk_norm_rope_write_kv(
     rotated_first = torch.mul(first, cos).addcmul_(second, sin, value=-1.0)
     second.mul_(cos).addcmul_(first, sin)
     first.copy_(rotated_first)
-    qk = qk.to(qkv.dtype)
+    qk = cast(qk, qkv.dtype)
 
     blocks = kv_indices // block_size
     offsets = kv_indices % block_size
     # [num_blocks, block_size, Hkv, D] views: the two index tensors then pick whole [Hkv, D] entries.
     k_cache.transpose(1, 2).index_put_((blocks, offsets), qk[:, num_heads:])
     v_cache.transpose(1, 2).index_put_((blocks, offsets), values)
-    return qk[:, :num_heads], query_and_gate[:, :, 1]
+    return qk[:, :num_heads], query_and_gate.select(2, 1)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
@@ -110,6 +110,7 @@ def paged_prefill_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
+    cu_seqlens: Tensor,
     seq_lens: list[int],
     starts: list[int],
 ) -> Tensor:
@@ -119,6 +120,7 @@ def paged_prefill_attention(
         query: [T, Hq, D], the rows' chunks one after another.
         k_cache, v_cache: [num_blocks, Hkv, block_size, D]; the chunks' own K and V are already in.
         block_tables: [P, max_blocks] int32.
+        cu_seqlens: [P + 1] int32, offsets of the rows: ``seq_lens`` for kernels that read it on the device.
         seq_lens: tokens of each row's chunk.
         starts: each row's tokens before its chunk.
 
@@ -209,7 +211,7 @@ def _attend(
     """
     num_tiles, num_kv_heads, num_queries, head_dim = query.shape
     block_size = k_cache.shape[2]
-    flat_query = torch.mul(query.float(), scalar(head_dim**-0.5, query.device))
+    flat_query = torch.mul(cast(query, torch.float32), scalar(head_dim**-0.5, query.device))
     flat_query = flat_query.reshape(num_tiles * num_kv_heads, num_queries, head_dim)
     flat_k = k_cache.view(-1, block_size, head_dim)
     flat_v = v_cache.view(-1, block_size, head_dim)
@@ -227,8 +229,8 @@ def _attend(
         active = num_tiles if tiles is None else _count_above(tiles.contexts, begin)
         entries = head_tables[:active, :, first:last].reshape(-1)
         batch = active * num_kv_heads
-        keys = flat_k.index_select(0, entries).view(batch, end - begin, head_dim).float()
-        values = flat_v.index_select(0, entries).view(batch, end - begin, head_dim).float()
+        keys = cast(flat_k.index_select(0, entries), torch.float32).view(batch, end - begin, head_dim)
+        values = cast(flat_v.index_select(0, entries), torch.float32).view(batch, end - begin, head_dim)
         scores = torch.bmm(flat_query[:batch], keys.transpose(1, 2))
         if tiles is None or min(tiles.histories[:active]) < end:
             at = _counting(begin, end, limits.device)
@@ -237,7 +239,7 @@ def _attend(
             values.view(active, num_kv_heads, -1, head_dim).view(torch.int32).bitwise_and_(owned)
             scores.view(active, num_kv_heads, num_queries, -1).masked_fill_(at >= visible[:active], float("-inf"))
         if num_blocks <= span_blocks:
-            return torch.bmm(scores.softmax(-1), values).view(query.shape).to(query.dtype)
+            return cast(torch.bmm(scores.softmax(-1), values).view(query.shape), query.dtype)
         span_peak = scores.amax(-1, keepdim=True)
         if peak is None or total is None or acc is None:
             peak = span_peak
@@ -252,7 +254,7 @@ def _attend(
         acc[:batch].mul_(shrink).baddbmm_(scores, values)
         peak[:batch] = new_peak
     assert acc is not None and total is not None
-    return acc.div_(total).view(query.shape).to(query.dtype)
+    return cast(acc.div_(total).view(query.shape), query.dtype)
 
 
 @functools.lru_cache(maxsize=64)

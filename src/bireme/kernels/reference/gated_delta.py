@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bireme.kernels.reference.norm import rms_norm, scalar
+from bireme.kernels.reference.norm import cast, rms_norm, scalar
 
 CHUNK = 64
 """Tokens of the chunked form, counted from the start of a row's chunk."""
@@ -74,7 +74,7 @@ def gdn_decode(
         history.copy_(window[:, 1:])
     else:
         conv_state.index_copy_(0, slots, window[:, 1:])
-    qkv = F.silu(torch.mul(window, conv_weight).sum(1)).to(mixed.dtype).float()
+    qkv = cast(cast(F.silu(torch.mul(window, conv_weight).sum(1)), mixed.dtype), torch.float32)
     qk, value = qkv.split((keys_width, channels - keys_width), -1)
     value = value.view(num_rows, num_v_heads, value_dim)
     beta, log_decay = _gates(b, a, dt_bias, neg_exp_a)
@@ -87,20 +87,20 @@ def gdn_decode(
     pairs = qkv.new_empty(num_rows, num_k_heads, group, 2, key_dim)
     torch.mul(qk.expand(-1, -1, -1, group, -1), _inverse_length(qk), out=pairs.permute(0, 3, 1, 2, 4))
     pairs = pairs.view(num_rows, num_v_heads, 2, key_dim)
-    q, k = pairs.unbind(2)
+    q, k = pairs.select(2, 0), pairs.select(2, 1)
     overlap = torch.mul(q, k).sum(-1, keepdim=True)
 
     if places is not None:
         pairs = _spread(pairs, places, len(state), 0.0)
-        k = pairs[:, :, 1]
+        k = pairs.select(2, 1)
     reads = torch.bmm(pairs.view(-1, 2, key_dim), state.view(-1, key_dim, value_dim))
     reads = reads.view(-1, num_v_heads, 2, value_dim)
     if places is not None:
         reads = reads.index_select(0, places)
-    q_read, k_read = reads.mul_(decay).unbind(2)
-    delta = torch.sub(value, k_read).mul_(beta.unsqueeze(-1))
+    reads.mul_(decay)
+    delta = torch.sub(value, reads.select(2, 1)).mul_(beta.unsqueeze(-1))
     # Sᵀq after the update, from the reads before it: exp(g)·S_oldᵀq + (k·q)·δ.
-    out = torch.addcmul(q_read, overlap, delta)
+    out = torch.addcmul(reads.select(2, 0), overlap, delta)
     if places is not None:
         decay, delta = _spread(decay, places, len(state), 1.0), _spread(delta, places, len(state), 0.0)
     state.mul_(decay).addcmul_(k.unsqueeze(-1), delta.unsqueeze(-2))
@@ -118,6 +118,7 @@ def gdn_prefill(
     recurrent_state: Tensor,
     conv_state: Tensor,
     slots: Tensor,
+    cu_seqlens: Tensor,
     seq_lens: list[int],
     starts: list[int],
     eps: float,
@@ -127,6 +128,7 @@ def gdn_prefill(
     Args:
         mixed: [T, 2·Kd + 2·Vd + 2·Hv], the rows' chunks one after another.
         slots: [P] int64, distinct.
+        cu_seqlens: [P + 1] int32, offsets of the rows: ``seq_lens`` for kernels that read it on the device.
         seq_lens: tokens of each row's chunk (≥ 1).
         starts: each row's tokens before its chunk; with 0 the row starts from zero state and its slot is not read.
         (the others: as in ``gdn_decode``)
@@ -214,7 +216,8 @@ def _inverse_length(qk: Tensor) -> Tensor:
 
 def _gates(b: Tensor, a: Tensor, dt_bias: Tensor, neg_exp_a: Tensor) -> tuple[Tensor, Tensor]:
     """β and g, both [N, Hv] float32."""
-    return torch.sigmoid(b.float()), F.softplus(torch.add(a.float(), dt_bias)).mul_(neg_exp_a)
+    b, a = cast(b, torch.float32), cast(a, torch.float32)
+    return torch.sigmoid(b), F.softplus(torch.add(a, dt_bias)).mul_(neg_exp_a)
 
 
 def _spread(rows: Tensor, places: Tensor, count: int, fill: float) -> Tensor:
@@ -228,8 +231,8 @@ def _gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     The callers leave out q's factor Dk^-0.5, which scales ``out`` as a whole, and pass eps · Dk: the quotient is the
     same.
     """
-    normed = rms_norm(out, weight, eps).view(z.shape).to(z.dtype)
-    return F.silu(z.float()).mul_(normed).to(z.dtype)
+    normed = cast(rms_norm(out, weight, eps).view(z.shape), z.dtype)
+    return cast(F.silu(cast(z, torch.float32)).mul_(normed), z.dtype)
 
 
 def _convolve_chunks(inputs: Tensor, weight: Tensor, conv_state: Tensor, slots: Tensor, layout: _ChunkLayout) -> Tensor:
