@@ -19,7 +19,7 @@ import openai
 import psutil
 import pytest
 
-from bireme.demo import RunningServer, running_server
+from bireme.local_server import RunningServer, running_server
 
 NAME = "tiny"
 VOCAB = 512

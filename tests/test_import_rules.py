@@ -43,7 +43,8 @@ def rule(inside: set[str], outside: set[str] | None = None, late: set[str] | Non
 
 
 RULES = {
-    "": rule({"types"}, late={"llm"}),
+    "": rule({"types"}, late={"llm", "openmp"}),
+    "openmp": rule(set()),
     "types": rule(BASE),
     "config": rule(BASE),
     "errors": rule(BASE),
@@ -80,11 +81,12 @@ RULES = {
     "llm": rule(
         BASE
         | {"validation", "engine", "engine_args", "executor", "checkpoint", "server.tokenizer", "server.detokenizer"}
-        | {"server.text_state", "server.chat"},
+        | {"server.text_state", "server.chat", "pocket"},
     ),
     "dummy": rule(BASE | {"checkpoint"}, {"torch", "safetensors", "tokenizers"}),
+    "local_server": rule(BASE),
     "__main__": rule({"cli"}),
-    "cli": rule({"", *BASE}, late={"*"}),
+    "cli": rule({"", "openmp", *BASE}, late={"*"}),
     "demo": rule({"", "*"}, late={"*"}),
     "bench": rule({"", "*"}, late={"*"}),
     "pocket": rule({"", "*"}, HEAVY, late={"*"}),

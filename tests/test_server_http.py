@@ -434,11 +434,12 @@ def test_the_official_client_raises_its_own_errors(client: openai.OpenAI) -> Non
     with pytest.raises(openai.BadRequestError, match="temperature is 101") as caught:
         client.completions.create(model="tiny", prompt="x", temperature=101)
     assert caught.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError, match="tools"):
+    with pytest.raises(openai.BadRequestError, match='tool_choice is "required"'):
         client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": "x"}],
             tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            tool_choice="required",
         )
 
 

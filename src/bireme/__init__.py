@@ -16,6 +16,9 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 def __getattr__(name: str) -> Any:
     # LLM needs torch; `import bireme` must not.
     if name == "LLM":
+        from bireme.openmp import limit_spinning
+
+        limit_spinning()
         from bireme.llm import LLM
 
         return LLM

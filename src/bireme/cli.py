@@ -1,12 +1,13 @@
-"""The ``bireme`` command: serve, generate, bench. Anything heavy is imported inside the command that needs it."""
+"""The ``bireme`` command: serve, generate, bench, eval. Anything heavy is imported inside the command that needs it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ import typer
 
 from bireme import __version__
 from bireme.errors import BiremeError, ConfigError, InvalidRequestError
+from bireme.openmp import limit_spinning
 
 if TYPE_CHECKING:
     from bireme.config import CacheCapacity, EngineConfig
@@ -29,6 +31,11 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(name="bench", help="Measure the engine on this machine.", no_args_is_help=True)
 app.add_typer(bench_app)
+eval_app = typer.Typer(name="eval", help="Score a model's answers.", no_args_is_help=True)
+app.add_typer(eval_app)
+
+POCKET = "pocket"
+"""The shipped model's name (``bireme.pocket.NAME``, which help must not import)."""
 
 MODEL_PANEL = "Model"
 PARALLEL_PANEL = "Parallelism"
@@ -71,7 +78,12 @@ def _check_share(value: float) -> float:
 
 
 ModelArgument = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="Checkpoint folder: config.json, safetensors, tokenizer.json.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Checkpoint folder (config.json, safetensors, tokenizer.json), or pocket: the small model shipped here.",
+        show_default=False,
+    ),
 ]
 DtypeOption = Annotated[
     Dtype,
@@ -184,6 +196,7 @@ MaxBatchedTokensOption = Annotated[
 
 def main() -> None:
     """Entry point of the ``bireme`` script."""
+    limit_spinning()
     app()
 
 
@@ -221,7 +234,7 @@ def clean_errors() -> Iterator[None]:
 
 @app.command()
 def serve(
-    model: ModelArgument,
+    model: ModelArgument = POCKET,
     tensor_parallel_size: TpOption = 1,
     dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = Device.auto,
@@ -259,7 +272,7 @@ def serve(
         typer.Option(
             "--served-model-name",
             metavar="NAME",
-            help="Name in the API; repeat for several. Unset: the folder as given.",
+            help="Name in the API; repeat for several. Unset: MODEL as given.",
             rich_help_panel=SERVER_PANEL,
         ),
     ] = None,
@@ -277,7 +290,9 @@ def serve(
         bool, typer.Option("--access-log", help="A line on stderr for each request.", rich_help_panel=SERVER_PANEL)
     ] = False,
 ) -> None:
-    """Serve MODEL behind an OpenAI-compatible HTTP API.
+    """Serve MODEL behind an OpenAI-compatible HTTP API. Without MODEL, the small pocket model that is shipped here.
+
+    [bold]bireme serve[/bold]
 
     [bold]bireme serve ./Qwen3.5-4B --tp 2[/bold]
     """
@@ -303,7 +318,7 @@ def serve(
         from bireme.server.settings import ServerSettings
 
         show_log()
-        names = tuple(served_model_name or [str(model)])
+        names = tuple(served_model_name or [model])
         settings = ServerSettings(
             served_model_names=names, host=host, port=port, shutdown_grace=shutdown_grace, access_log=access_log
         )
@@ -354,14 +369,34 @@ def size(num_bytes: int) -> str:
 
 @app.command()
 def generate(
-    model: ModelArgument,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Checkpoint folder, or pocket. Left out: pocket; one argument that names no folder is the prompt.",
+        ),
+    ] = None,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; left out or -, it is read from stdin.")
     ] = None,
     chat: Annotated[
-        bool,
-        typer.Option("--chat", help="The prompt is a user's message (chat template).", rich_help_panel=OUTPUT_PANEL),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="The prompt is a user's message (chat template), and a thought goes to stderr. Unset: for pocket.",
+            show_default=False,
+            rich_help_panel=OUTPUT_PANEL,
+        ),
+    ] = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking",
+            help="enable_thinking of the chat template; implies --chat. Unset: as the template has it.",
+            show_default=False,
+            rich_help_panel=OUTPUT_PANEL,
+        ),
+    ] = None,
     system: Annotated[
         str | None,
         typer.Option(
@@ -427,11 +462,14 @@ def generate(
 ) -> None:
     """Generate text with MODEL in this process, streaming it to the terminal. No server is involved.
 
+    [bold]bireme generate "What is the capital of France?"[/bold]
+
     [bold]bireme generate ./Qwen3.5-4B "The capital of France is"[/bold]
 
     [bold]git diff | bireme generate ./Qwen3.5-4B --chat --system "Review this patch."[/bold]
     """
     with clean_errors():
+        model, prompt = model_and_prompt(model, prompt)
         if prompt is None or prompt == "-":
             if sys.stdin.isatty():
                 typer.echo("bireme: type the prompt, then Ctrl-D", err=True)
@@ -443,10 +481,13 @@ def generate(
             "min_p": min_p,
             "repetition_penalty": repetition_penalty,
         }
+        if chat is None:
+            chat = model == POCKET
         _generate(
             model,
             prompt,
-            messages_of(prompt, system) if chat or system is not None else None,
+            messages_of(prompt, system) if chat or thinking is not None or system is not None else None,
+            {} if thinking is None else {"enable_thinking": thinking},
             {name: value for name, value in given.items() if value is not None},
             {"max_tokens": max_tokens, "seed": seed, "stop": stop or [], "ignore_eos": ignore_eos},
             stats,
@@ -465,6 +506,14 @@ def generate(
         )
 
 
+def model_and_prompt(first: str | None, second: str | None) -> tuple[str, str | None]:
+    """The two optional arguments of ``generate``: one that stands alone and names no model is the pocket's prompt."""
+    if first is None or second is not None:
+        return first or POCKET, second
+    is_path = first.startswith(("/", "./", "../", "~/")) or os.path.isdir(first)
+    return (first, None) if first == POCKET or is_path else (POCKET, first)
+
+
 def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
     """The prompt as a conversation of one user message, behind a system message where there is one."""
     before = [] if system is None else [{"role": "system", "content": system}]
@@ -472,9 +521,10 @@ def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _generate(
-    model: Path,
+    model: str,
     prompt: str,
     messages: list[dict[str, str]] | None,
+    template_variables: dict[str, Any],
     sampling: dict[str, Any],
     limits: dict[str, Any],
     stats: bool,
@@ -484,25 +534,60 @@ def _generate(
 
     from bireme.llm import LLM
 
-    with LLM(str(model), **options) as llm:
+    with LLM(model, **options) as llm:
         params = msgspec.structs.replace(llm.get_default_sampling_params(), **sampling, **limits)
         started = time.perf_counter()
         num_tokens = 0
-        for piece in llm.stream(prompt if messages is None else messages, params):
+        if messages is not None:
+            prompt = llm.render_chat(messages, **template_variables)
+        show = _plain_writer() if messages is None else _chat_writer(prompt)
+        for piece in llm.stream(prompt, params):
             num_tokens += len(piece.token_ids)
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            show(piece.text, piece.finish_reason is not None)
         sys.stdout.write("\n")
         if stats:
             seconds = time.perf_counter() - started
             typer.echo(f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s)", err=True)
 
 
+def _plain_writer() -> Callable[[str, bool], None]:
+    """Writes a completion's pieces to stdout."""
+
+    def show(text: str, is_last: bool) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    return show
+
+
+def _chat_writer(prompt: str) -> Callable[[str, bool], None]:
+    """Writes an answer's pieces: the thought to stderr (dim on a terminal), the rest to stdout."""
+    from bireme.server.chat import ReasoningSplitter
+
+    splitter = ReasoningSplitter(prompt)
+    has_thought = False
+
+    def show(text: str, is_last: bool) -> None:
+        nonlocal has_thought
+        pairs = [splitter.push(text), splitter.flush()] if is_last else [splitter.push(text)]
+        for thought, content in pairs:
+            if thought:
+                has_thought = True
+                typer.echo(typer.style(thought, dim=True), err=True, nl=False)
+            if content and has_thought:
+                has_thought = False
+                typer.echo("\n", err=True)
+            sys.stdout.write(content)
+            sys.stdout.flush()
+
+    return show
+
+
 @bench_app.command("decode")
 def bench_decode(
     model: Annotated[
-        Path | None,
-        typer.Argument(metavar="MODEL", help="Checkpoint folder. Left out: a tiny random model, in a temporary one."),
+        str | None,
+        typer.Argument(metavar="MODEL", help="Checkpoint folder, or pocket. Left out: a tiny random model."),
     ] = None,
     rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Concurrent completions.")] = 16,
     tokens: Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Tokens of each completion.")] = 256,
@@ -531,7 +616,7 @@ def bench_decode(
 
         with decode.model_folder(model) as (folder, builtin):
             config = engine_config(
-                Path(folder),
+                folder,
                 tensor_parallel_size=tensor_parallel_size,
                 dtype=dtype.value,
                 device=device.value,
@@ -550,12 +635,102 @@ def bench_decode(
         emit(record("decode", **figures), append)
 
 
-def engine_config(model: Path, *, load_format: str, **options: Any) -> EngineConfig:
+@eval_app.command("pocket")
+def eval_pocket(
+    model: ModelArgument = POCKET,
+    cases: Annotated[
+        int, typer.Option("--cases", metavar="N", min=1, help="Cases of each skill, and of each distance of recall.")
+    ] = 40,
+    skill: Annotated[
+        list[str] | None, typer.Option("--skill", metavar="NAME", help="Only this skill; repeat for several.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Other cases, still unseen.")] = 0,
+    concurrency: Annotated[int, typer.Option("--concurrency", metavar="N", min=1, help="Requests at once.")] = 16,
+    stream: Annotated[bool, typer.Option("--stream", help="Ask for streams.")] = False,
+    compare_transformers: Annotated[
+        bool,
+        typer.Option(
+            "--compare-transformers",
+            help="Generate the same answers with transformers, too, and count those of the same tokens.",
+        ),
+    ] = False,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--require",
+            metavar="NAME=PERCENT",
+            help="Exit with 1 below this. NAME: overall, each, a skill, a group (recall@6000), agreement. Repeat.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            metavar="URL",
+            help="A server that runs already. Unset: one is started, with the flags of the panels below.",
+        ),
+    ] = None,
+    show: Annotated[int, typer.Option("--show", metavar="N", min=0, help="Wrong answers to print per group.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line, too.")] = False,
+    append: Annotated[Path | None, typer.Option("--append", metavar="FILE", help="Append that line to FILE.")] = None,
+    tensor_parallel_size: TpOption = 1,
+    dtype: DtypeOption = Dtype.float32,
+    device: DeviceOption = Device.auto,
+    enforce_eager: EagerOption = False,
+    distributed_backend: BackendOption = Backend.auto,
+    kv_cache_memory_bytes: CacheBytesOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    max_num_batched_tokens: MaxBatchedTokensOption = None,
+) -> None:
+    """Ask the pocket model unseen cases of each of its skills through the HTTP server, and score the answers.
+
+    [bold]bireme eval pocket --tp 2 --require overall=95 --require each=90[/bold]
+    """
+    with clean_errors():
+        from rich.console import Console
+
+        from bireme.local_server import exit_on_sigterm
+        from bireme.pocket.evaluate import Settings, read_requirements, run
+        from bireme.pocket.skills import SKILLS
+
+        flags: dict[str, int | str | None] = {
+            "--tp": tensor_parallel_size,
+            "--dtype": dtype.value,
+            "--device": None if device is Device.auto else device.value,
+            "--distributed-backend": None if distributed_backend is Backend.auto else distributed_backend.value,
+            "--kv-cache-memory-bytes": kv_cache_memory_bytes,
+            "--max-num-seqs": max_num_seqs,
+            "--max-num-batched-tokens": max_num_batched_tokens,
+        }
+        given = [part for name, value in flags.items() if value is not None for part in (name, str(value))]
+        settings = Settings(
+            model=model,
+            url=url,
+            flags=(*given, *(["--enforce-eager"] if enforce_eager else [])),
+            per_group=cases,
+            skills=tuple(skill or SKILLS),
+            seed=seed,
+            concurrency=concurrency,
+            stream=stream,
+            compare=compare_transformers,
+            required=read_requirements(require or []),
+            show=show,
+            as_json=as_json,
+            append=append,
+        )
+        exit_on_sigterm()
+        if code := run(settings, Console()):
+            raise typer.Exit(code)
+
+
+def engine_config(model: str, *, load_format: str, **options: Any) -> EngineConfig:
     """The engine's configuration from flags, with the checkpoint's headers checked before any process starts."""
     from bireme.checkpoint.headers import verify_checkpoint
     from bireme.engine_args import build_engine_config
+    from bireme.pocket import resolve
 
-    config = build_engine_config(str(model), load_format=load_format, show_progress=sys.stderr.isatty(), **options)
+    folder = resolve(model)
+    config = build_engine_config(folder, load_format=load_format, show_progress=sys.stderr.isatty(), **options)
     if load_format != "dummy":
-        verify_checkpoint(str(model), config.model)
+        verify_checkpoint(folder, config.model)
     return config

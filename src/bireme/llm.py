@@ -19,6 +19,7 @@ from bireme.engine import EngineCore
 from bireme.engine_args import build_engine_config
 from bireme.errors import ConfigError, EngineDeadError, InvalidRequestError
 from bireme.executor.launcher import create_executor
+from bireme.pocket import resolve
 from bireme.server.chat import ChatTemplate
 from bireme.server.text_state import RequestText
 from bireme.server.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ class LLM:
     manager, to end them and free the memory.
 
     Args:
-        model: checkpoint folder.
+        model: checkpoint folder, or ``pocket``: the small model that is shipped here.
         dtype: "float32", "bfloat16" or "auto" (the checkpoint's on cuda, float32 on cpu).
         device: "cpu", "cuda" or "auto".
         max_model_len: prompt plus output tokens of one request; None for the model's own limit.
@@ -148,6 +149,7 @@ class LLM:
         enforce_eager: bool = False,
         distributed_backend: str = "auto",
     ) -> None:
+        model = resolve(model)
         self.config = build_engine_config(
             model,
             tensor_parallel_size=tensor_parallel_size,

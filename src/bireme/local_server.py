@@ -34,6 +34,11 @@ class RunningServer:
         return self.process.wait(STOP_SECONDS)
 
 
+def exit_on_sigterm() -> None:
+    """From now on SIGTERM ends this process as an exception does, so that its server goes with it. Main thread only."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 @contextlib.contextmanager
 def running_server(model: str | Path, *flags: str, log: IO[bytes] | None = None) -> Iterator[RunningServer]:
     """Start ``bireme serve`` on a free port and wait until it is healthy; it is gone when the block ends.

@@ -30,6 +30,7 @@ from bireme.engine import EngineCore
 from bireme.errors import ConfigError
 from bireme.executor.launcher import create_executor
 from bireme.executor.protocol import Executor
+from bireme.pocket import NAME, resolve
 from bireme.types import FinishReason, NewRequest, PrefillRow, Request, SamplingParams, StepOutput, StepPlan
 
 BARE_SLOT = 1
@@ -170,7 +171,7 @@ def bench_prompts(vocab_size: int, rows: int, length: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def model_folder(given: Path | None) -> Iterator[tuple[str, bool]]:
+def model_folder(given: str | Path | None) -> Iterator[tuple[str, bool]]:
     """The checkpoint to measure and whether it is the built-in tiny one, written to a temporary folder."""
     if given is not None:
         yield str(given), False
@@ -253,7 +254,7 @@ def describe(config: EngineConfig, builtin: bool) -> dict[str, Any]:
     """The model's geometry for the record."""
     model = config.model
     return {
-        "name": "tiny" if builtin else Path(config.model_path).name,
+        "name": "tiny" if builtin else NAME if config.model_path == resolve(NAME) else Path(config.model_path).name,
         "hidden_size": model.hidden_size,
         "layers": model.num_layers,
         "head_dim": model.head_dim,

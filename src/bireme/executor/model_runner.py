@@ -34,6 +34,21 @@ PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose logits are held at once: bounds [rows, vocab] float32 when prompt logprobs are asked for."""
 
 
+RANGE_SLACK = 1.5
+"""Decode rows take a view of a range of slots, idle ones included, while it is at most this many times their number."""
+
+
+def covering_range(slots: list[int]) -> tuple[tuple[int, int] | None, bool]:
+    """(first, last + 1) of the slots where a view over them is cheaper than a gathered copy, and whether the slots are
+    exactly that range in ascending order. (None, True) where there is no such range."""
+    if not slots or 0 in slots:
+        return None, True
+    first, end = min(slots), max(slots) + 1
+    if end - first > RANGE_SLACK * len(slots):
+        return None, True
+    return (first, end), slots == list(range(first, end))
+
+
 class SlotTables:
     """Per-slot device tables (row 0 belongs to padding rows) and the few host mirrors that bound kernel launches.
 
@@ -91,6 +106,7 @@ class ModelRunner:
         self._slots_key: list[int] | None = None
         self._slots: Tensor = torch.zeros(0, dtype=torch.int64, device=device)
         self._slot_range: tuple[int, int] | None = None
+        self._in_order = True
 
     def load(self) -> CacheCapacity:
         """Read this rank's weights; return what its memory then allows.
@@ -197,7 +213,8 @@ class ModelRunner:
             decode_block_tables=block_tables,
             decode_context_lens=(positions + 1).to(torch.int32),
             max_decode_context=longest,
-            decode_slot_range=self._slot_range if num_decode else None,
+            decode_slot_range=self._slot_range,
+            decode_in_order=self._in_order,
             prefill=prefill,
         )
         return token_ids, batch
@@ -207,9 +224,7 @@ class ModelRunner:
         if decode_slots != self._slots_key:
             self._slots_key = decode_slots
             self._slots = torch.tensor(decode_slots, dtype=torch.int64, device=self.device)
-            first = decode_slots[0] if decode_slots else 0
-            is_range = decode_slots == list(range(first, first + len(decode_slots)))
-            self._slot_range = (first, first + len(decode_slots)) if decode_slots and is_range else None
+            self._slot_range, self._in_order = covering_range(decode_slots)
         return self._slots
 
     def _kv_indices(self, block_tables: Tensor, positions: Tensor) -> Tensor:

@@ -93,4 +93,5 @@ class LMHead(Layer):
         """[R, H] → [R, V] float32 on rank 0; None on the others, which only contribute their shard."""
         weight = self.weight if self.tied is None else self.tied.weight
         logits = self.group.all_gather(self.kernels.vocab_logits(hidden, weight))
-        return logits[:, : self.vocab_size] if self.group.rank == 0 else None
+        # The sampler edits rows in place and wants them contiguous; the copy is only made where padding was cut.
+        return logits[:, : self.vocab_size].contiguous() if self.group.rank == 0 else None

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bireme.bench.record import emit, record
-from bireme.checkpoint.hf_config import load_generation_defaults, load_model_config
+from bireme.checkpoint.hf_config import load_model_config
 from bireme.errors import ConfigError, EngineDeadError
 from bireme.local_server import running_server
 from bireme.pocket import NAME, resolve
@@ -41,21 +41,24 @@ class Answer:
     """What came back for one case.
 
     Attributes:
+        thought: what was written before the answer.
         content: the answer's text, without its thought.
         tool_calls: as the server parsed them out of the answer.
         token_ids: the generated ids.
         num_tokens: generated tokens, as the server's usage counts them.
-        seconds: from sending the request to the end of the answer.
+        first_seconds, seconds: from sending the request to the first piece (of a stream), and to the end of the answer.
         error: why there is no answer; None when there is one.
     """
 
     case: Case
+    thought: str = ""
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     prompt_token_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: str | None = None
+    first_seconds: float = 0.0
     seconds: float = 0.0
     error: str | None = None
 
@@ -117,15 +120,16 @@ def openai_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sent
 
 
-async def ask(client: httpx.AsyncClient, model: str, case: Case, *, stream: bool = False) -> Answer:
-    """Send one case and collect its answer; a refusal or a broken connection is an answer with an ``error``."""
-    answer = Answer(case)
+async def ask(client: httpx.AsyncClient, model: str, answer: Answer, *, stream: bool = False) -> Answer:
+    """Send the case of an empty answer and fill it in, piece by piece if streamed; a failure is its ``error``."""
+    body = request_body(answer.case, model, stream=stream)
     started = time.perf_counter()
     try:
         if stream:
-            await _read_stream(client, request_body(case, model, stream=True), answer)
+            async for _ in _stream_into(client, body, answer):
+                answer.first_seconds = answer.first_seconds or time.perf_counter() - started
         else:
-            response = await client.post("/v1/chat/completions", json=request_body(case, model))
+            response = await client.post("/v1/chat/completions", json=body)
             _raise_for_error(response.status_code, response.content)
             _read_whole(response.json(), answer)
     except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
@@ -142,6 +146,7 @@ def _raise_for_error(status: int, content: bytes) -> None:
 def _read_whole(body: dict[str, Any], answer: Answer) -> None:
     choice = body["choices"][0]
     message = choice["message"]
+    answer.thought = message.get("reasoning_content") or ""
     answer.content = message.get("content") or ""
     answer.tool_calls = message.get("tool_calls") or []
     answer.finish_reason = choice["finish_reason"]
@@ -150,7 +155,8 @@ def _read_whole(body: dict[str, Any], answer: Answer) -> None:
     answer.prompt_token_ids = body.get("prompt_token_ids") or []
 
 
-async def _read_stream(client: httpx.AsyncClient, body: dict[str, Any], answer: Answer) -> None:
+async def _stream_into(client: httpx.AsyncClient, body: dict[str, Any], answer: Answer) -> AsyncIterator[None]:
+    """Add what each event brings to ``answer``; yields once for each."""
     calls: dict[int, dict[str, str]] = {}
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
@@ -163,6 +169,7 @@ async def _read_stream(client: httpx.AsyncClient, body: dict[str, Any], answer: 
                 answer.num_tokens = chunk["usage"]["completion_tokens"]
             for choice in chunk["choices"]:
                 delta = choice["delta"]
+                answer.thought += delta.get("reasoning_content") or ""
                 answer.content += delta.get("content") or ""
                 for part in delta.get("tool_calls") or []:
                     call = calls.setdefault(part["index"], {"name": "", "arguments": ""})
@@ -170,7 +177,8 @@ async def _read_stream(client: httpx.AsyncClient, body: dict[str, Any], answer: 
                     call["arguments"] += part["function"].get("arguments") or ""
                 answer.token_ids += choice.get("token_ids") or []
                 answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-    answer.tool_calls = [{"function": calls[index]} for index in sorted(calls)]
+            answer.tool_calls = [{"function": calls[index]} for index in sorted(calls)]
+            yield
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -200,7 +208,7 @@ async def ask_all(
         async def ask_on() -> None:
             while waiting:
                 index = waiting.pop()
-                answers[index] = answer = await ask(client, model, cases[index], stream=stream)
+                answers[index] = answer = await ask(client, model, Answer(cases[index]), stream=stream)
                 on_answer(answer)
 
         await asyncio.gather(*(ask_on() for _ in range(min(concurrency, len(cases)))))
@@ -373,13 +381,9 @@ def run(settings: Settings, console: Console) -> int:
     rows = rows_of(answers)
     how = "streamed" if settings.stream else "not streamed"
     title = f"unseen cases through HTTP, {settings.concurrency} at once, {how}"
-    if settings.url is None:
-        title = f"{title}: bireme serve {' '.join((settings.model, *settings.flags))}"
     print_table(rows, title, settings.required, console)
-    console.print(
-        f"{rows[-1].tokens} tokens out, {sum(len(a.prompt_token_ids) for a in answers)} in, {seconds:.1f} s",
-        highlight=False,
-    )
+    served = settings.url or f"bireme serve {' '.join((settings.model, *settings.flags))}"
+    console.print(f"{rows[-1].tokens} output tokens in {seconds:.1f} s by {served}", highlight=False)
     print_wrong(answers, settings.show, console)
     agreement = _compare(settings, answers, console) if settings.compare else None
     failed = sum(answer.error is not None for answer in answers)
@@ -445,13 +449,13 @@ def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 def _compare(settings: Settings, answers: Sequence[Answer], console: Console) -> float:
     """Print how many cases transformers generates the same tokens for; returns per cent."""
     folder = resolve(settings.model)
-    eos = load_generation_defaults(folder).eos_token_ids or load_model_config(folder).eos_token_ids
+    end_ids = frozenset(load_model_config(folder).eos_token_ids)
     cases = [answer.case for answer in answers]
     started = time.perf_counter()
     different: list[Answer] = []
     with _progress("transformers", len(cases)) as advance:
         for answer, tokens in zip(answers, tokens_by_transformers(folder, cases), strict=True):
-            if not agrees(answer, *tokens, frozenset(eos)):
+            if not agrees(answer, *tokens, end_ids):
                 different.append(answer)
             advance()
     agreement = 100 * (1 - len(different) / len(answers))
@@ -482,13 +486,15 @@ def tokens_by_transformers(folder: str | Path, cases: Sequence[Case]) -> Iterato
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
     for case in cases:
-        prompt = tokenizer.apply_chat_template(
+        tools: list[Any] | None = case.tools
+        rendered: Any = tokenizer.apply_chat_template(
             case.messages,
-            tools=case.tools,
+            tools=tools,
             enable_thinking=case.enable_thinking,
             add_generation_prompt=True,
             return_dict=False,
         )
+        prompt = list(rendered)
         input_ids = torch.tensor([prompt])
         with torch.inference_mode():
             output = model.generate(
@@ -497,7 +503,7 @@ def tokens_by_transformers(folder: str | Path, cases: Sequence[Case]) -> Iterato
                 do_sample=False,
                 max_new_tokens=case.max_tokens,
             )
-        yield list(prompt), output[0, len(prompt) :].tolist()
+        yield prompt, output[0, len(prompt) :].tolist()
 
 
 def agrees(answer: Answer, prompt_ids: Sequence[int], token_ids: Sequence[int], end_ids: frozenset[int]) -> bool:

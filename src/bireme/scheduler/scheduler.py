@@ -148,8 +148,8 @@ class Scheduler:
         """
         if len(self._waiting) >= self.config.max_waiting + self.slots.num_free:
             raise QueueFullError(
-                f"{len(self._waiting)} requests are waiting: at most {self.config.max_waiting} may wait for a free slot "
-                "(--max-waiting); try again later"
+                f"{len(self._waiting)} requests are waiting: at most {self.config.max_waiting} may wait for a free "
+                "slot (--max-waiting); try again later"
             )
         params = request.params
         num_prompt_tokens = len(request.prompt_token_ids)

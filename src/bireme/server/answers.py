@@ -40,7 +40,7 @@ LOWEST_LOGPROB = -9999.0
 
 
 class Answer(ABC):
-    """What both kinds of answer share. ``push`` collects, ``chunk`` gives what is new since the last, ``whole`` all.
+    """What both kinds of answer share. ``push`` collects, ``chunks`` gives what is new since, ``whole`` all.
 
     Attributes:
         index: the answer's place in the response.
@@ -97,8 +97,8 @@ class Answer(ABC):
         """Take what one step brought."""
 
     @abstractmethod
-    def chunk(self) -> Choice | None:
-        """What is new since the last chunk; None when there is nothing to show yet."""
+    def chunks(self) -> list[Choice]:
+        """What is new since the last ones; nothing when there is nothing to show yet."""
 
     @abstractmethod
     def whole(self) -> Choice:
@@ -165,11 +165,11 @@ class CompletionAnswer(Answer):
         if self._wants_ids:
             self._token_ids += output.token_ids[: len(offsets)]
 
-    def chunk(self) -> CompletionChoice | None:
+    def chunks(self) -> list[Choice]:
         text = "".join(self._shown)
         if not text and self._reason is None and self._logprobs is None and not self._token_ids:
-            return None
-        return self._choice(text)
+            return []
+        return [self._choice(text)]
 
     def whole(self) -> CompletionChoice:
         return self._choice("".join(self._shown))
@@ -290,11 +290,11 @@ class ChatAnswer(Answer):
         if self._wants_ids:
             self._token_ids += output.token_ids[:taken]
 
-    def chunk(self) -> ChatChunkChoice | None:
+    def chunks(self) -> list[Choice]:
         reason = self._reason
         thought, content = "".join(self._thought), "".join(self._content)
         if not (thought or content or self._calls or reason is not None or self._logprobs or self._token_ids):
-            return None
+            return []
         self._thought.clear()
         self._content.clear()
         calls, self._calls = self._calls, []
@@ -304,9 +304,10 @@ class ChatAnswer(Answer):
             delta.role = "assistant"
             if self._parser is None:
                 delta.content = content
-        return ChatChunkChoice(
-            self.index, delta, self._taken_logprobs(), reason, self._text.stop_reason, self._taken_ids()
-        )
+        if not calls or reason is None:
+            return [self._chunk(delta, reason)]
+        # The official client's stream helper takes a call for complete only with a later chunk.
+        return [self._chunk(delta, None), self._chunk(ChatDelta(), reason)]
 
     def whole(self) -> ChatChoice:
         message = ChatMessage("assistant", "".join(self._content), "".join(self._thought) or None)
@@ -334,6 +335,10 @@ class ChatAnswer(Answer):
         for index, call in enumerate(calls, first):
             function = CalledFunction(call.name, call.arguments)
             self._calls.append(ToolCallDelta(f"call_{uuid.uuid4().hex}", function, index=index))
+
+    def _chunk(self, delta: ChatDelta, reason: str | None) -> ChatChunkChoice:
+        stop_reason = None if reason is None else self._text.stop_reason
+        return ChatChunkChoice(self.index, delta, self._taken_logprobs(), reason, stop_reason, self._taken_ids())
 
     def _taken_logprobs(self) -> ChatLogprobs | None:
         if self._num_top is None:

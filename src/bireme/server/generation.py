@@ -116,8 +116,7 @@ class Generation(Response):
         while outputs := await submission.take():
             events = []
             for answer in self._push(submission, outputs):
-                choice = answer.chunk()
-                if choice is not None:
+                for choice in answer.chunks():
                     envelope.choices = [choice]
                     if options.continuous_usage_stats:
                         envelope.usage = self._usage()
