@@ -31,7 +31,9 @@ def bireme(*args: str, stdin: str = "", timeout: float = 120) -> subprocess.Comp
     )
 
 
-@pytest.mark.parametrize("args", [[], ["serve"], ["generate"], ["bench"], ["bench", "decode"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "args", [[], ["serve"], ["generate"], ["bench"], ["bench", "decode"], ["eval"], ["eval", "pocket"]], ids=" ".join
+)
 def test_help_names_every_option_in_full_at_80_columns(args: list[str]) -> None:
     done = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [*args, "--help"])
     assert done.exit_code == 0
@@ -89,7 +91,7 @@ def assert_one_line_error(done: subprocess.CompletedProcess[str], code: int, *wo
 
 @pytest.mark.parametrize("command", [["serve"], ["generate"]], ids=" ".join)
 def test_a_missing_folder_is_one_line_and_exit_code_2(command: list[str]) -> None:
-    assert_one_line_error(bireme(*command, "no-such-folder", stdin="x"), 2, "no-such-folder")
+    assert_one_line_error(bireme(*command, "./no-such-folder", stdin="x"), 2, "no-such-folder")
 
 
 def test_a_split_that_does_not_divide_is_refused_with_field_and_numbers(checkpoint: Callable[..., Path]) -> None:
@@ -116,7 +118,6 @@ def test_a_port_in_use_is_refused_by_flag_before_a_rank_starts(checkpoint: Calla
 @pytest.mark.parametrize(
     "args",
     [
-        ["serve"],
         ["serve", "x", "--tp", "0"],
         ["serve", "x", "--port", "99999"],
         ["serve", "x", "--dtype", "float8"],

@@ -1,4 +1,4 @@
-"""The whole engine in one process on a tiny random model: what a request gets depends on nobody who shares its steps."""
+"""The whole engine in one process on a tiny random model: no request depends on those who share its steps."""
 
 from __future__ import annotations
 

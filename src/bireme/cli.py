@@ -52,12 +52,6 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 class LoadFormat(StrEnum):
     auto = "auto"
     safetensors = "safetensors"
@@ -94,8 +88,12 @@ DtypeOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    Device,
-    typer.Option("--device", help="auto: cuda where there is one, else cpu.", rich_help_panel=MODEL_PANEL),
+    str,
+    typer.Option(
+        "--device",
+        help="auto (cuda where there is one, else cpu), cpu, cuda, or one GPU for all ranks: cuda:0, cuda:1, …",
+        rich_help_panel=MODEL_PANEL,
+    ),
 ]
 LoadFormatOption = Annotated[
     LoadFormat,
@@ -237,7 +235,7 @@ def serve(
     model: ModelArgument = POCKET,
     tensor_parallel_size: TpOption = 1,
     dtype: DtypeOption = Dtype.auto,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     load_format: LoadFormatOption = LoadFormat.auto,
     seed: SeedOption = 0,
     enforce_eager: EagerOption = False,
@@ -301,7 +299,7 @@ def serve(
             model,
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype.value,
-            device=device.value,
+            device=device,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -450,7 +448,7 @@ def generate(
     ] = False,
     tensor_parallel_size: TpOption = 1,
     dtype: DtypeOption = Dtype.auto,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     load_format: LoadFormatOption = LoadFormat.auto,
     enforce_eager: EagerOption = False,
     distributed_backend: BackendOption = Backend.auto,
@@ -493,7 +491,7 @@ def generate(
             stats,
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype.value,
-            device=device.value,
+            device=device,
             load_format=load_format.value,
             enforce_eager=enforce_eager,
             distributed_backend=distributed_backend.value,
@@ -598,7 +596,7 @@ def bench_decode(
     ] = None,
     tensor_parallel_size: TpOption = 1,
     dtype: DtypeOption = Dtype.auto,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     load_format: LoadFormatOption = LoadFormat.auto,
     enforce_eager: EagerOption = False,
     distributed_backend: BackendOption = Backend.auto,
@@ -619,7 +617,7 @@ def bench_decode(
                 folder,
                 tensor_parallel_size=tensor_parallel_size,
                 dtype=dtype.value,
-                device=device.value,
+                device=device,
                 load_format=load_format.value,
                 enforce_eager=enforce_eager,
                 distributed_backend=distributed_backend.value,
@@ -675,7 +673,7 @@ def eval_pocket(
     append: Annotated[Path | None, typer.Option("--append", metavar="FILE", help="Append that line to FILE.")] = None,
     tensor_parallel_size: TpOption = 1,
     dtype: DtypeOption = Dtype.float32,
-    device: DeviceOption = Device.auto,
+    device: DeviceOption = "auto",
     enforce_eager: EagerOption = False,
     distributed_backend: BackendOption = Backend.auto,
     kv_cache_memory_bytes: CacheBytesOption = None,
@@ -696,7 +694,7 @@ def eval_pocket(
         flags: dict[str, int | str | None] = {
             "--tp": tensor_parallel_size,
             "--dtype": dtype.value,
-            "--device": None if device is Device.auto else device.value,
+            "--device": device,
             "--distributed-backend": None if distributed_backend is Backend.auto else distributed_backend.value,
             "--kv-cache-memory-bytes": kv_cache_memory_bytes,
             "--max-num-seqs": max_num_seqs,

@@ -63,7 +63,7 @@ def build_engine_config(
     _integer("--tensor-parallel-size", tensor_parallel_size, 1)
     rank_shape(model, tensor_parallel_size)
     device = _device(device, tensor_parallel_size)
-    on_cuda = device == "cuda"
+    on_cuda = device != "cpu"
     _choice("--distributed-backend", distributed_backend, BACKENDS)
     if distributed_backend == ("shm" if on_cuda else "nccl"):
         raise ConfigError(f"--distributed-backend is {distributed_backend}: it cannot serve --device {device}")
@@ -171,20 +171,28 @@ def _scheduler_config(
 
 
 def _device(device: str, tp_size: int) -> str:
-    _choice("--device", device, DEVICES)
+    one_gpu = device.removeprefix("cuda:") if device.startswith("cuda:") else ""
+    if not one_gpu.isdecimal():
+        _choice("--device", device, DEVICES)
     if device == "cpu":
         return device
     import torch
 
     available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise ConfigError("--device is cuda: torch sees no CUDA device (use --device cpu)")
+    if device.startswith("cuda") and not available:
+        raise ConfigError(f"--device is {device}: torch sees no CUDA device (use --device cpu)")
+    if one_gpu:
+        if int(one_gpu) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"--device is {device}: torch sees {torch.cuda.device_count()} CUDA devices, from cuda:0 on"
+            )
+        return device
     if not available:
         return "cpu"
-    if tp_size > torch.cuda.device_count():
+    if tp_size > num_gpus:
         raise ConfigError(
-            f"--tensor-parallel-size is {tp_size}: torch sees {torch.cuda.device_count()} CUDA devices, and every rank "
-            "needs one"
+            f"--tensor-parallel-size is {tp_size}: torch sees {num_gpus} CUDA devices, and every rank needs one (ranks "
+            "share a GPU that is named: --device cuda:0)"
         )
     return "cuda"
 

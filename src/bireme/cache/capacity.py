@@ -166,8 +166,9 @@ def describe(capacity: CacheCapacity, tp_size: int = 1) -> list[str]:
 def available_memory(config: EngineConfig, device_memory: tuple[int, int] | None = None) -> int:
     """Bytes that state and KV may use on this rank; ask when the weights are in.
 
-    On a device: ``gpu_memory_utilization`` of all of it, less what is in use. On the CPU: the least of 4 GiB and 40 %
-    of the machine's available memory, shared by the ranks; 90 % of it where ``memory_bytes`` asks for an amount.
+    On a device: ``gpu_memory_utilization`` of all of it, less what is in use; ranks that share one GPU (``device``
+    names it) get equal parts. On the CPU: the least of 4 GiB and 40 % of the machine's available memory, shared by the
+    ranks; 90 % of it where ``memory_bytes`` asks for an amount.
 
     Args:
         config: the engine's configuration.
@@ -178,7 +179,8 @@ def available_memory(config: EngineConfig, device_memory: tuple[int, int] | None
     """
     if device_memory is not None:
         free, total = device_memory
-        return int(total * config.cache.gpu_memory_utilization) - (total - free)
+        num_sharing = config.parallel.tp_size if ":" in config.device else 1
+        return (int(total * config.cache.gpu_memory_utilization) - (total - free)) // num_sharing
     asked = config.cache.memory_bytes
     machine = cpu_available_bytes()
     if machine is None:
