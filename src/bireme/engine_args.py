@@ -181,11 +181,10 @@ def _device(device: str, tp_size: int) -> str:
     available = torch.cuda.is_available()
     if device.startswith("cuda") and not available:
         raise ConfigError(f"--device is {device}: torch sees no CUDA device (use --device cpu)")
+    num_gpus = torch.cuda.device_count()
     if one_gpu:
-        if int(one_gpu) >= torch.cuda.device_count():
-            raise ConfigError(
-                f"--device is {device}: torch sees {torch.cuda.device_count()} CUDA devices, from cuda:0 on"
-            )
+        if int(one_gpu) >= num_gpus:
+            raise ConfigError(f"--device is {device}: torch sees {num_gpus} CUDA devices, from cuda:0 on")
         return device
     if not available:
         return "cpu"
