@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
+import httpx
 import pytest
 
 from bireme import LLM, SamplingParams
@@ -17,6 +17,7 @@ from bireme.local_server import running_server
 from bireme.pocket import NAME, model_path
 from bireme.pocket.evaluate import Answer, agrees, ask_all, rows_of, tokens_by_transformers
 from bireme.pocket.skills import SKILLS, Case, generate
+from bireme.server.tokenizer import Tokenizer
 
 SEED = 0
 PER_SKILL = 2
@@ -100,24 +101,61 @@ def test_answers_are_the_same_among_sixteen_at_once(llm: LLM, reference: list[An
     assert_same(answers_of(llm, CASES), reference)
 
 
-def test_the_server_gives_the_same_answers_with_thoughts_and_tool_calls_apart(
-    reference: list[Answer], tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server on two ranks."""
     flags = ("--tp", "2", "--device", "cpu", "--dtype", "float32", "--max-num-batched-tokens", "128")
     with (
-        (tmp_path / "log").open("wb") as log,
+        (tmp_path_factory.mktemp("server") / "log").open("wb") as log,
         running_server(NAME, *flags, log=log) as server,
     ):
-        whole = asyncio.run(ask_all(server.url, NAME, CASES, concurrency=AT_ONCE))
-        streamed = asyncio.run(ask_all(server.url, NAME, CASES, concurrency=AT_ONCE, stream=True))
-    for answers in (whole, streamed):
-        assert [answer.error for answer in answers] == [None] * len(CASES)
-        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in reference]
-        assert [answer.is_right for answer in answers] == [answer.is_right for answer in reference]
-        assert not any("<" in answer.content for answer in answers if answer.case.skill != "copy")
-        assert all(answer.tool_calls for answer in answers if answer.case.skill == "tool_call" and answer.is_right)
-        assert rows_of(answers)[-1].tokens == sum(len(answer.token_ids) for answer in reference)
-    assert [answer.prompt_token_ids for answer in whole] == [answer.prompt_token_ids for answer in reference]
+        yield server.url
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_the_server_gives_the_same_answers_with_thoughts_and_tool_calls_apart(
+    url: str, reference: list[Answer], stream: bool
+) -> None:
+    answers = asyncio.run(ask_all(url, NAME, CASES, concurrency=AT_ONCE, stream=stream))
+    assert [answer.error for answer in answers] == [None] * len(CASES)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in reference]
+    assert [answer.is_right for answer in answers] == [answer.is_right for answer in reference]
+    assert not any("</think>" in answer.content or "<tool_call>" in answer.content for answer in answers)
+    assert all(answer.tool_calls for answer in answers if answer.case.skill == "tool_call" and answer.is_right)
+    assert rows_of(answers)[-1].tokens == sum(len(answer.token_ids) for answer in reference)
+    if not stream:
+        assert [answer.prompt_token_ids for answer in answers] == [answer.prompt_token_ids for answer in reference]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_scores_a_prompt_as_transformers_does_and_also_where_an_end_token_follows(
+    url: str, max_tokens: int
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = Tokenizer.from_folder(model_path())
+    question = (
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    prompts = [tokenizer.encode(question + answer) for answer in ("Paris", "Paris<|im_end|>", "Rome", "🦊é")]
+    # As lm-eval asks for the likelihood of a continuation.
+    body = {"model": NAME, "prompt": prompts, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1, "echo": True}
+    choices = httpx.post(f"{url}/v1/completions", json=body, timeout=60, verify=False).json()["choices"]
+    oracle = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+    for prompt, choice in zip(prompts, choices, strict=True):
+        with torch.inference_mode():
+            logprobs = oracle(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        expected = [logprobs[i, token_id].item() for i, token_id in enumerate(prompt[1:])]
+        given = choice["logprobs"]["token_logprobs"]
+        assert len(given) == len(choice["logprobs"]["top_logprobs"]) == len(prompt) + max_tokens
+        assert given[0] is None
+        assert given[1 : len(prompt)] == pytest.approx(expected, abs=1e-3)
+        best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1 : len(prompt)]]
+        assert best == pytest.approx(logprobs[:-1].max(-1).values.tolist(), abs=1e-3)
+    assert [choice["finish_reason"] for choice in choices] == [
+        "length" if max_tokens == 0 or prompt[-1] == prompts[1][-1] else "stop" for prompt in prompts
+    ]
 
 
 def test_transformers_generates_the_same_tokens_from_the_same_messages(reference: list[Answer]) -> None:

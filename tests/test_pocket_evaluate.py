@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 import subprocess
@@ -195,3 +196,17 @@ def test_a_refusal_is_an_answer_with_its_reason(stream: bool) -> None:
     came = asyncio.run(one())
     assert came.error is not None and "400" in came.error and "no such field" in came.error
     assert not came.is_right
+
+
+def test_the_kept_lm_eval_data_is_what_the_skills_and_the_template_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Path(__file__).parents[1] / "pocket" / "lm_eval"
+    spec = importlib.util.spec_from_file_location("make_data", kept / "make_data.py")
+    assert spec is not None and spec.loader is not None
+    make_data = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_data)
+    monkeypatch.setattr(make_data, "FOLDER", tmp_path)
+    make_data.main()
+    for name in ("answers.jsonl", "facts.jsonl"):
+        assert (tmp_path / name).read_bytes() == (kept / name).read_bytes(), "run python pocket/lm_eval/make_data.py"

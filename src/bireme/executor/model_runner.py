@@ -49,6 +49,37 @@ def covering_range(slots: list[int]) -> tuple[tuple[int, int] | None, bool]:
     return (first, end), slots == list(range(first, end))
 
 
+class DecodeRows:
+    """The slots of a step's decode rows, in the forms in which they are used; kept while the rows stay the same.
+
+    Attributes:
+        key: the plan's list.
+        slots: [D] int64 on the device.
+        view: the rows as a slice, where they are a range of slots in order: per-slot tables are then read and written
+            through views. None otherwise.
+        host: what picks the rows from a numpy table.
+        covering, in_order: see ``covering_range``.
+    """
+
+    def __init__(self, key: list[int], device: torch.device) -> None:
+        self.key = key
+        self.slots = torch.tensor(key, dtype=torch.int64, device=device)
+        self.covering, self.in_order = covering_range(key)
+        self.view = slice(*self.covering) if self.covering is not None and self.in_order else None
+        self.host: slice | np.ndarray = np.array(key, dtype=np.int64) if self.view is None else self.view
+
+    def take(self, table: Tensor) -> Tensor:
+        """The rows of a per-slot table (maybe a view of it)."""
+        return table.index_select(0, self.slots) if self.view is None else table[self.view]
+
+    def put(self, table: Tensor, values: Tensor) -> None:
+        """Write the rows of a per-slot table."""
+        if self.view is None:
+            table.index_copy_(0, self.slots, values)
+        else:
+            table[self.view].copy_(values)
+
+
 class SlotTables:
     """Per-slot device tables (row 0 belongs to padding rows) and the few host mirrors that bound kernel launches.
 
@@ -103,10 +134,7 @@ class ModelRunner:
         self.device = device
         self.dtype = getattr(torch, config.dtype)
         self.model = Qwen3_5ForCausalLM(config.model, group, dtype=self.dtype, device=device)
-        self._slots_key: list[int] | None = None
-        self._slots: Tensor = torch.zeros(0, dtype=torch.int64, device=device)
-        self._slot_range: tuple[int, int] | None = None
-        self._in_order = True
+        self._rows = DecodeRows([], device)
 
     def load(self) -> CacheCapacity:
         """Read this rank's weights; return what its memory then allows.
@@ -187,50 +215,40 @@ class ModelRunner:
 
     def _build_inputs(self, plan: StepPlan) -> tuple[Tensor, Batch]:
         tables = self.tables
-        slots = self._decode_slots(plan.decode_slots)
+        if plan.decode_slots != self._rows.key:
+            self._rows = DecodeRows(plan.decode_slots, self.device)
+        rows = self._rows
         num_decode = len(plan.decode_slots)
-        longest = 0
-        if num_decode:
-            longest = int(tables.host_position[plan.decode_slots].max()) + 1
-        num_blocks = max(1, -(-longest // tables.block_size))
-        positions = tables.position[slots]
-        block_tables = tables.block_table[slots, :num_blocks]
-        token_ids = tables.last_token[slots]
-        kv_indices = self._kv_indices(block_tables, positions)
+        longest = int(tables.host_position[rows.host].max()) + 1 if num_decode else 0
+        positions = rows.take(tables.position)
+        token_ids = rows.take(tables.last_token)
+        block_tables = rows.take(tables.block_table)[:, : max(1, -(-longest // tables.block_size))]
+        blocks = positions // tables.block_size
+        kv_indices = self._kv_indices(block_tables.gather(1, blocks.unsqueeze(1)).squeeze(1), blocks, positions)
+        context_lens = (positions + 1).to(torch.int32)
         prefill: PrefillBatch | None = None
         if plan.prefill_rows:
             prefill, chunk_ids, chunk_positions, chunk_kv = self._build_prefill(plan.prefill_rows)
             token_ids = torch.cat([token_ids, chunk_ids])
-            positions_all = torch.cat([positions, chunk_positions])
+            positions = torch.cat([positions, chunk_positions])
             kv_indices = torch.cat([kv_indices, chunk_kv])
-        else:
-            positions_all = positions
         batch = Batch(
-            positions=positions_all,
+            positions=positions,
             kv_indices=kv_indices,
             num_decode=num_decode,
-            decode_slots=slots,
+            decode_slots=rows.slots,
             decode_block_tables=block_tables,
-            decode_context_lens=(positions + 1).to(torch.int32),
+            decode_context_lens=context_lens,
             max_decode_context=longest,
-            decode_slot_range=self._slot_range,
-            decode_in_order=self._in_order,
+            decode_slot_range=rows.covering,
+            decode_in_order=rows.in_order,
             prefill=prefill,
         )
         return token_ids, batch
 
-    def _decode_slots(self, decode_slots: list[int]) -> Tensor:
-        """The slots as a tensor; the same tensor as in the last step while the rows stay the same."""
-        if decode_slots != self._slots_key:
-            self._slots_key = decode_slots
-            self._slots = torch.tensor(decode_slots, dtype=torch.int64, device=self.device)
-            self._slot_range, self._in_order = covering_range(decode_slots)
-        return self._slots
-
-    def _kv_indices(self, block_tables: Tensor, positions: Tensor) -> Tensor:
-        block_size = self.tables.block_size
-        blocks = block_tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1)
-        return blocks.to(torch.int64) * block_size + positions % block_size
+    def _kv_indices(self, block_ids: Tensor, blocks: Tensor, positions: Tensor) -> Tensor:
+        """``block_id · block_size + offset`` of positions that lie in the ``blocks``-th block of their rows."""
+        return torch.add(positions, block_ids - blocks, alpha=self.tables.block_size)
 
     def _build_prefill(self, rows: list[PrefillRow]) -> tuple[PrefillBatch, Tensor, Tensor, Tensor]:
         """Pack the chunks: (context, token ids, positions, KV indices), all [tokens of the chunks]."""
@@ -245,7 +263,8 @@ class ModelRunner:
         slots = torch.tensor([row.slot for row in rows], dtype=torch.int64).to(self.device)
         block_tables = tables.block_table[slots, :num_blocks]
         positions = torch.from_numpy(positions_host).to(self.device)
-        token_tables = block_tables[torch.from_numpy(row_of_token).to(self.device)]
+        blocks = positions // tables.block_size
+        block_ids = block_tables[torch.from_numpy(row_of_token).to(self.device), blocks]
         prefill = PrefillBatch(
             cu_seqlens=torch.from_numpy(offsets.astype(np.int32)).to(self.device),
             slots=slots,
@@ -253,46 +272,55 @@ class ModelRunner:
             seq_lens=lengths.tolist(),
             starts=starts.tolist(),
         )
-        return prefill, token_ids.to(self.device), positions, self._kv_indices(token_tables, positions)
+        return prefill, token_ids.to(self.device), positions, self._kv_indices(block_ids, blocks, positions)
 
     # hidden rows → tokens
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> StepOutput | None:
-        tables = self.tables
-        num_decode = batch.num_decode
+        tables, rows, num_decode = self.tables, self._rows, batch.num_decode
         finals = [row for row in plan.prefill_rows if row.is_last]
-        slots, rows = batch.decode_slots, hidden[:num_decode]
-        next_positions = batch.positions[:num_decode] + 1
-        if finals:
-            assert batch.prefill is not None
-            last = np.cumsum(batch.prefill.seq_lens) + (num_decode - 1)
-            chosen = [int(index) for index, row in zip(last, plan.prefill_rows, strict=True) if row.is_last]
-            rows = torch.cat([rows, hidden[torch.tensor(chosen, device=self.device)]])
-            final_slots = torch.tensor([row.slot for row in finals], dtype=torch.int64).to(self.device)
-            final_positions = torch.tensor([row.start + row.length for row in finals], dtype=torch.int64)
-            slots = torch.cat([slots, final_slots])
-            next_positions = torch.cat([next_positions, final_positions.to(self.device)])
-            tables.host_position[[row.slot for row in finals]] = [row.start + row.length for row in finals]
-        if num_decode:
-            tables.host_position[plan.decode_slots] += 1
-        if not len(rows):
+        if not num_decode and not finals:
             return StepOutput(seq=plan.seq, token_ids=[]) if self.sampler is not None else None
+        final_slots = [row.slot for row in finals]
+        if plan.prefill_rows:
+            hidden = torch.cat([hidden[:num_decode], self._last_hidden(plan, batch, hidden)])
+        next_positions = batch.positions[:num_decode] + 1
+        num_prompt = rows.take(tables.num_prompt)
+        if finals:
+            # A prompt's last chunk ends where its first output token goes.
+            slots = torch.tensor(final_slots, dtype=torch.int64).to(self.device)
+            num_prompt = torch.cat([num_prompt, tables.num_prompt.index_select(0, slots)])
+            next_positions = torch.cat([next_positions, num_prompt[num_decode:]])
 
-        logits = self.model.compute_logits(rows)
+        logits = self.model.compute_logits(hidden)
         logprobs: list[TokenLogprobs | None] | None = None
         if self.sampler is not None:
             assert logits is not None
-            sampled = self.sampler(logits, plan.sampled_slots, next_positions - tables.num_prompt[slots])
+            sampled = self.sampler(logits, plan.decode_slots + final_slots, next_positions - num_prompt)
             token_ids = sampled.token_ids
             logprobs = sampled.logprobs()
         else:
-            token_ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+            token_ids = torch.empty(num_decode + len(finals), dtype=torch.int64, device=self.device)
         token_ids = self.group.broadcast(token_ids, src=0)
-        tables.last_token[slots] = token_ids
-        tables.position[slots] = next_positions
+        for table, values in ((tables.last_token, token_ids), (tables.position, next_positions)):
+            if num_decode:
+                rows.put(table, values[:num_decode])
+            if finals:
+                table.index_copy_(0, slots, values[num_decode:])
+        if num_decode:
+            tables.host_position[rows.host] += 1
+        for row in finals:
+            tables.host_position[row.slot] = row.start + row.length
         if self.sampler is None:
             return None
         return StepOutput(seq=plan.seq, token_ids=token_ids.tolist(), logprobs=logprobs)
+
+    def _last_hidden(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> Tensor:
+        """The hidden rows of the prompts' last tokens, for the prefill rows that sample."""
+        assert batch.prefill is not None
+        ends = np.cumsum(batch.prefill.seq_lens) + (batch.num_decode - 1)
+        chosen = ends[[row.is_last for row in plan.prefill_rows]]
+        return hidden.index_select(0, torch.from_numpy(chosen).to(self.device))
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]] | None:
         """Score the prompt tokens that follow each computed one, for the rows that asked. Every rank takes part."""

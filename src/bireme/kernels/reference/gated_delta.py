@@ -68,14 +68,14 @@ def gdn_decode(
     # Where the rows lie in ``state``; None: row i is entry i.
     places = None if slot_range is None or in_order else slots - slot_range[0]
 
-    inputs, z, b, a = mixed.split((channels, num_v_heads * value_dim, num_v_heads, num_v_heads), -1)
+    inputs, z, b, a = mixed.split_with_sizes((channels, num_v_heads * value_dim, num_v_heads, num_v_heads), -1)
     window = torch.cat((history, inputs.unsqueeze(1)), 1)
     if slot_range is not None and in_order:
         history.copy_(window[:, 1:])
     else:
         conv_state.index_copy_(0, slots, window[:, 1:])
     qkv = cast(cast(F.silu(torch.mul(window, conv_weight).sum(1)), mixed.dtype), torch.float32)
-    qk, value = qkv.split((keys_width, channels - keys_width), -1)
+    qk, value = qkv.split_with_sizes((keys_width, channels - keys_width), -1)
     value = value.view(num_rows, num_v_heads, value_dim)
     beta, log_decay = _gates(b, a, dt_bias, neg_exp_a)
     decay = log_decay.exp_().view(num_rows, num_v_heads, 1, 1)
@@ -142,7 +142,7 @@ def gdn_prefill(
     layout = _chunk_layout(
         tuple(seq_lens), tuple(start > 0 for start in starts), conv_weight.shape[0] - 1, mixed.device
     )
-    inputs, z, b, a = mixed.split((channels, num_v_heads * value_dim, num_v_heads, num_v_heads), -1)
+    inputs, z, b, a = mixed.split_with_sizes((channels, num_v_heads * value_dim, num_v_heads, num_v_heads), -1)
     qkv = _convolve_chunks(inputs, conv_weight, conv_state, slots, layout)
 
     qk = qkv[:, :keys_width].view(len(qkv), 2, -1, 1, key_dim)
@@ -188,7 +188,7 @@ def gdn_prefill(
 
     # (I + A)⁻¹ [β·v | β·exp(total)·k]: each token's write as if the chunk began with S = 0, and its read of S.
     solved = torch.linalg.solve_triangular(system, torch.cat((v * beta, k_in), -1), upper=False, unitriangular=True)
-    writes, state_reads = solved.split((value_dim, key_dim), dim=-1)
+    writes, state_reads = solved.split_with_sizes((value_dim, key_dim), -1)
 
     state = recurrent_state.new_zeros(len(seq_lens), num_v_heads, key_dim, value_dim)
     if layout.resumed is not None:

@@ -8,5 +8,6 @@ from torch import Tensor
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of [N, 2I] rows gate|up → [N, I]."""
-    gate, up = gate_up.split(gate_up.shape[-1] // 2, -1)
+    size = gate_up.shape[-1] // 2
+    gate, up = gate_up.split_with_sizes((size, size), -1)
     return F.silu(gate).mul_(up)
