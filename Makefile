@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-MODEL ?= .demo/model
+MODEL ?= pocket
 TP ?= 2
 PYTEST_ARGS ?=
 
@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 DIGEST := $(shell (cat requirements.txt requirements-dev.txt pyproject.toml; echo $(CURDIR)) | sha256sum | cut -c1-16)
 STAMP := $(VENV)/.installed-$(DIGEST)
 
-.PHONY: help install demo serve test gpu-test lint format bench clean
+.PHONY: help install demo serve eval test gpu-test lint format bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -25,17 +25,17 @@ $(STAMP):
 
 install: $(STAMP) ## create or update the environment in .venv
 
-demo: install ## start a server on two ranks, run 16 streams at once, check and print what came back
+demo: install ## serve the pocket model on two ranks, ask 16 questions at once, check the answers
 	$(BIN)/python -m bireme.demo
 
-.demo/model/config.json: | install
-	$(BIN)/python -c 'from bireme.dummy import write_dummy_checkpoint; write_dummy_checkpoint(".demo/model")'
-
-serve: install $(if $(filter .demo/model,$(MODEL)),.demo/model/config.json) ## serve MODEL=<folder> on TP=<ranks> (a tiny random model by default)
+serve: install ## serve MODEL=<folder> on TP=<ranks> (the pocket model on two by default)
 	$(BIN)/bireme serve $(MODEL) --tp $(TP)
 
-test: install ## every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+eval: install ## score the pocket model on unseen cases of every skill, through the server on TP=<ranks>
+	$(BIN)/bireme eval pocket --tp $(TP) --require overall=95 --require each=90 --require recall=95
+
+test: install ## every test; those that need a GPU are skipped where there is none
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 gpu-test: install ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
@@ -55,4 +55,4 @@ bench: install ## decode throughput, batched against per-request, on one rank an
 	$(BIN)/bireme bench decode --tp 2
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,6 +17,7 @@ from bireme.local_server import running_server
 from bireme.pocket import NAME, model_path
 from bireme.pocket.evaluate import Answer, agrees, ask_all, rows_of, tokens_by_transformers
 from bireme.pocket.skills import SKILLS, Case, generate
+from bireme.server.chat import ChatTemplate
 from bireme.server.tokenizer import Tokenizer
 
 SEED = 0
@@ -135,9 +136,8 @@ def test_echo_scores_a_prompt_as_transformers_does_and_also_where_an_end_token_f
     from transformers import AutoModelForCausalLM
 
     tokenizer = Tokenizer.from_folder(model_path())
-    question = (
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
+    message = {"role": "user", "content": "What is the capital of France?"}
+    question = ChatTemplate.of(tokenizer).render([message], enable_thinking=False)
     prompts = [tokenizer.encode(question + answer) for answer in ("Paris", "Paris<|im_end|>", "Rome", "🦊é")]
     # As lm-eval asks for the likelihood of a continuation.
     body = {"model": NAME, "prompt": prompts, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1, "echo": True}

@@ -484,7 +484,7 @@ def test_a_defect_of_the_server_shows_no_trace_and_no_path(server: RunningServer
     broken: Any = SimpleNamespace(
         engine=engine, capacity=sim_capacity(), error=None, is_ready=True, stats=EngineStats(), submit=submit
     )
-    app = create_app(broken, tokenizer, ServerSettings(served_model_names=("tiny",)))
+    app = create_app(broken, tokenizer, None, ServerSettings(served_model_names=("tiny",)))
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

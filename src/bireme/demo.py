@@ -27,7 +27,7 @@ from bireme.pocket.skills import Case, generate
 
 TP_SIZE = 2
 SERVE_FLAGS = ("--tp", str(TP_SIZE), "--device", "cpu", "--dtype", "float32")
-BENCH_FLAGS = (*SERVE_FLAGS, "--tokens", "64", "--rounds", "1")
+BENCH_FLAGS = (*SERVE_FLAGS, "--tokens", "32", "--rounds", "1")
 SHOWN_CHARACTERS = 160
 SEED = 0
 

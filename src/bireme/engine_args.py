@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from bireme.cache.capacity import check_memory_flag
 from bireme.checkpoint.hf_config import load_generation_defaults, load_model_config
 from bireme.config import (
     CHUNK_ALIGNMENT,
@@ -91,7 +92,7 @@ def build_engine_config(
     dtype = _dtype(dtype, model, on_cuda)
     generation = load_generation_defaults(model_path)
     masked = masked_token_ranges(model_path, model.vocab_size)
-    return EngineConfig(
+    config = EngineConfig(
         model_path=str(model_path),
         model=model,
         generation=generation,
@@ -110,6 +111,8 @@ def build_engine_config(
         masked_token_ranges=masked,
         show_progress=show_progress,
     )
+    check_memory_flag(config)
+    return config
 
 
 def masked_token_ranges(model_path: str | Path, vocab_size: int) -> list[tuple[int, int]]:

@@ -94,6 +94,9 @@ class Submission:
 class EngineClient:
     """Talks to an engine process from one event loop (create it while that loop runs).
 
+    As a context manager it takes its hands off the engine's descriptors at its end, however that comes: a loop that
+    watches one that has been closed ends the process. ``close`` does so too.
+
     Attributes:
         loop: that loop.
         capacity: the engine's limits, once it is ready.
@@ -135,6 +138,14 @@ class EngineClient:
     def num_open(self) -> int:
         """Requests that have not ended, running or waiting."""
         return len(self._open)
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._detach()
 
     async def wait_ready(self) -> CacheCapacity:
         """Wait until the engine serves.
@@ -245,6 +256,12 @@ class EngineClient:
         match message:
             case Ready(capacity):
                 self.capacity = capacity
+                self.stats = EngineStats(
+                    num_free_slots=capacity.num_slots,
+                    num_slots=capacity.num_slots,
+                    num_free_blocks=capacity.num_blocks,
+                    num_blocks=capacity.num_blocks,
+                )
             case Died(error, outputs):
                 self._hand_out(outputs)
                 self._die(error)
@@ -262,12 +279,16 @@ class EngineClient:
         if self._is_gone:
             return
         self._receive()
-        self._is_gone = True
-        self.loop.remove_reader(self.engine.events.fileno())
-        self.loop.remove_reader(self.engine.process.sentinel)
+        self._detach()
         self.engine.process.join(0)
         self._die(_how_it_ended(self.engine.process.exitcode))
         self._changed.set()
+
+    def _detach(self) -> None:
+        if not self._is_gone:
+            self._is_gone = True
+            self.loop.remove_reader(self.engine.events.fileno())
+            self.loop.remove_reader(self.engine.process.sentinel)
 
     def _die(self, error: str) -> None:
         if self.error is not None:

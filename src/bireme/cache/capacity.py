@@ -42,6 +42,27 @@ def kv_bytes_per_block(model: ModelConfig, tp_size: int, dtype: str, block_size:
     return kv_bytes_per_token(model, tp_size, dtype) * block_size
 
 
+def check_memory_flag(config: EngineConfig) -> None:
+    """Refuse a ``--kv-cache-memory-bytes`` that holds no request, which is known before any weight is read.
+
+    Raises:
+        ConfigError: names the flag and the least.
+    """
+    model, tp_size, asked = config.model, config.parallel.tp_size, config.cache.memory_bytes
+    slot_bytes = state_bytes_per_slot(model, tp_size, config.dtype)
+    block_bytes = kv_bytes_per_block(model, tp_size, config.dtype, config.cache.block_size)
+    least = _least_bytes(slot_bytes, block_bytes)
+    if asked is not None and asked < least:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes is {asked} ({_size(asked)}): a rank needs at least {least} ({_size(least)}), for "
+            f"one slot of {slot_bytes} bytes and one block of {block_bytes}, each once more for padding rows"
+        )
+
+
+def _least_bytes(slot_bytes: int, block_bytes: int) -> int:
+    return 2 * (slot_bytes + block_bytes)
+
+
 def plan_capacity(config: EngineConfig, available_bytes: int, weight_bytes: int) -> tuple[CacheCapacity, list[str]]:
     """Divide a rank's memory into slots and blocks.
 
@@ -76,7 +97,7 @@ def plan_capacity(config: EngineConfig, available_bytes: int, weight_bytes: int)
                 f"a rank beside the weights ({_size(weight_bytes)}): using {_size(available_bytes)}"
             )
             memory = available_bytes
-    least = 2 * (slot_bytes + block_bytes)
+    least = _least_bytes(slot_bytes, block_bytes)
     if memory < least:
         raise ConfigError(
             f"cannot hold a single request: state and KV may use {max(0, memory)} bytes ({_size(max(0, memory))}) on a "

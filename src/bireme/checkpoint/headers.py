@@ -195,13 +195,20 @@ def _find_files(path: Path) -> tuple[list[str], dict[str, str] | None, tuple[str
             f"cannot load the checkpoint {path}: it holds both {SINGLE_FILE} and {INDEX_FILE}; remove the stale one"
         )
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
-    for file in files:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{index} is not a safetensors index: {error}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        found = "none" if weight_map is None else f"a {type(weight_map).__name__}"
+        raise CheckpointError(
+            f"{index} is not a safetensors index: it must hold weight_map, an object of tensor names and files; "
+            f"there is {found}"
+        )
+    for file in weight_map.values():
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(f"{index} lists the file {file!r}: it must be a file name in the same folder")
+    files = sorted(set(weight_map.values()))
     missing = [file for file in files if file not in present]
     if missing:
         first = next(name for name, file in weight_map.items() if file == missing[0])

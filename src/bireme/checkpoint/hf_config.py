@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bireme.config import FULL_ATTENTION, LINEAR_ATTENTION, GenerationDefaults, ModelConfig
-from bireme.errors import ConfigError
+from bireme.errors import ConfigError, InvalidRequestError
+from bireme.types import SamplingParams
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -92,28 +93,25 @@ def load_generation_defaults(folder: str | Path) -> GenerationDefaults:
     ``"do_sample": false`` means greedy: temperature 0.
 
     Raises:
-        ConfigError: not a checkpoint folder, or a value of the wrong kind.
+        ConfigError: not a checkpoint folder, or a value that SamplingParams would not take.
     """
     path = checkpoint_folder(folder) / "generation_config.json"
     if not path.exists():
         return GenerationDefaults()
     content = _read_json(path)
 
-    def number(name: str, *, integer: bool = False) -> Any:
-        value = content.get(name)
-        kinds = (int,) if integer else (int, float)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value)):
-            raise ConfigError(f"{path}: {name} is {value!r}: it must be {'an integer' if integer else 'a number'}")
-        return value
-
-    return GenerationDefaults(
-        temperature=0.0 if content.get("do_sample") is False else number("temperature"),
-        top_k=number("top_k", integer=True),
-        top_p=number("top_p"),
-        min_p=number("min_p"),
-        repetition_penalty=number("repetition_penalty"),
-        max_new_tokens=number("max_new_tokens", integer=True),
-    )
+    values = {name: content[name] for name in GenerationDefaults.__struct_fields__ if content.get(name) is not None}
+    for name, value in values.items():
+        param = "max_tokens" if name == "max_new_tokens" else name
+        try:
+            SamplingParams(**{param: value})
+        except InvalidRequestError as error:
+            raise ConfigError(f"{path}: {name}{str(error).removeprefix(param)}") from error
+        except OverflowError as error:
+            raise ConfigError(f"{path}: {name} is no number that can be used: {error}") from error
+    if content.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return GenerationDefaults(**values)
 
 
 def checkpoint_folder(folder: str | Path) -> Path:
@@ -122,6 +120,8 @@ def checkpoint_folder(folder: str | Path) -> Path:
     Raises:
         ConfigError: it does not exist, is a file, or holds no config.json.
     """
+    if not str(folder):
+        raise ConfigError("cannot load the model: its name is empty (a folder, or pocket)")
     path = Path(folder)
     if not path.exists():
         raise ConfigError(f"cannot load the model: the folder {path} does not exist (Bireme loads local folders only)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -140,10 +141,13 @@ class CompletionAnswer(Answer):
         self._offset = 0
         self._shows_prompt_ids = self._wants_ids
         self._only_prompt = call.max_tokens == 0
+        self._prompt_offsets: list[int] = []
         if call.echo:
             text = _prompt_text(tokenizer, prompt_token_ids) if prompt is None else prompt
             self._shown.append(text)
             self._offset = len(text)
+            if self._num_top is not None:
+                self._prompt_offsets = _prompt_offsets(call, tokenizer, prompt_token_ids, prompt)
 
     @property
     def num_tokens(self) -> int:
@@ -187,11 +191,8 @@ class CompletionAnswer(Answer):
         return choice
 
     def _add_prompt_logprobs(self, entries: Sequence[TokenLogprobs | None]) -> None:
-        detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=False)
-        offset = 0
-        for token_id, entry in zip(self.prompt_token_ids, entries, strict=True):
+        for token_id, entry, offset in zip(self.prompt_token_ids, entries, self._prompt_offsets, strict=True):
             self._add_logprobs(token_id, entry, offset)
-            offset += len(detokenizer.push(token_id))
 
     def _add_logprobs(self, token_id: int, entry: TokenLogprobs | None, offset: int) -> None:
         if self._logprobs is None:
@@ -378,3 +379,14 @@ def _prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text of a prompt given as ids, without a character that only the answer completes."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     return "".join(map(detokenizer.push, token_ids))
+
+
+def _prompt_offsets(call: Call, tokenizer: Tokenizer, token_ids: Sequence[int], prompt: str | None) -> list[int]:
+    """Where each token of an echoed prompt begins in the text that is shown of it."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    if prompt is not None and "".join(pieces) != prompt:
+        offsets = tokenizer.offsets(prompt, add_special_tokens=getattr(call, "add_special_tokens", True))
+        if len(offsets) == len(token_ids):
+            return offsets
+    return list(itertools.accumulate(map(len, pieces), initial=0))[:-1]

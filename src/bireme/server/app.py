@@ -26,6 +26,7 @@ from bireme.server.params import MAX_SEQUENCES, parse_chat, parse_completion
 from bireme.server.protocol import ApiError, encode, error_object
 from bireme.server.settings import ServerSettings
 from bireme.server.tokenizer import Tokenizer
+from bireme.server.wording import clipped, shown
 from bireme.types import Request as EngineRequest
 from bireme.types import SamplingParams
 from bireme.validation import check_request
@@ -45,14 +46,16 @@ class Service:
         is_leaving: set when the server shuts down; new calls are then refused.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings
+    ) -> None:
         self.client = client
         self.settings = settings
         self.metrics = Metrics(client, settings.served_model_names[0])
         self.is_leaving = False
         self.created = int(time.time())
         self._tokenizer = tokenizer
-        self._template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
+        self._template = template
         self._config = client.engine.config
         self._pool = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="tokenize")
         self._fingerprint = f"bireme-{__version__}-tp{self._config.parallel.tp_size}"
@@ -75,7 +78,7 @@ class Service:
         if model not in names:
             raise ApiError(
                 404,
-                f"the model {model!r} is not served here; served: {', '.join(names)}",
+                f"the model {shown(model)} is not served here; served: {', '.join(names)}",
                 kind="not_found_error",
                 param="model",
                 code="model_not_found",
@@ -100,7 +103,7 @@ class Service:
             job = await asyncio.get_running_loop().run_in_executor(self._pool, prepare, body, arrived)
             self.require_ready()
         if job.call.user is not None:
-            logger.info("%s: user %r", job.call_id, job.call.user)
+            logger.info("%s: user %s", job.call_id, shown(job.call.user))
         return Generation(self.client, self.metrics, job, self._fingerprint, self.settings.retry_after)
 
     def _completion_job(self, body: bytes, arrived: float) -> Job:
@@ -157,13 +160,11 @@ class Service:
             yield params
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
-    """The application. ``app.state.service`` holds what its routes share.
-
-    Raises:
-        ConfigError: the chat template is no valid Jinja.
-    """
-    service = Service(client, tokenizer, settings)
+def create_app(
+    client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings
+) -> FastAPI:
+    """The application. ``app.state.service`` holds what its routes share; without ``template`` it does not chat."""
+    service = Service(client, tokenizer, template, settings)
     app = FastAPI(title="Bireme", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     metrics = service.metrics
@@ -184,7 +185,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {clipped(request.url.path)}: {error.detail}"
         kind = "not_found_error" if error.status_code == 404 else None
         return failure(ApiError(error.status_code, message, kind=kind, headers=dict(error.headers or {})))
 
@@ -237,7 +238,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind and kind not in _JSON_TYPES:
-        raise ApiError(415, f"the body is of type {kind!r}: it must be application/json")
+        raise ApiError(415, f"the body is of type {shown(kind)}: it must be application/json")
     too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:

@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bireme.errors import ConfigError, InvalidRequestError
 from bireme.server.tokenizer import Tokenizer
+from bireme.server.wording import shown
 
 THINK_START = "<think>"
 THINK_END = "</think>"
@@ -67,6 +68,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"cannot use the chat template: line {error.lineno}: {error.message}") from error
+        except Exception as error:
+            # Jinja's code generator has errors of its own, Python's compiler among them.
+            raise ConfigError(f"cannot use the chat template: {type(error).__name__}: {error}") from error
         self._special_tokens = special_tokens or {}
 
     @classmethod
@@ -242,7 +246,7 @@ def _texts(content: list[Any], where: str) -> Iterator[str]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise InvalidRequestError(
-                f"{where}.content[{i}] is of type {kind!r}: only parts of type 'text' are understood", "messages"
+                f"{where}.content[{i}] is of type {shown(kind)}: only parts of type 'text' are understood", "messages"
             )
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError(f"{where}.content[{i}].text must be a string", "messages")

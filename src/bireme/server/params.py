@@ -294,6 +294,10 @@ def _read_fields(body: bytes, endpoint: str) -> dict[str, Any]:
     """The honoured fields that are given, each of its type; null counts as not given."""
     try:
         raw = msgspec.json.decode(body)
+    except msgspec.ValidationError as error:
+        # Valid JSON, and a number that nothing here can hold.
+        name = _field_out_of_range(body)
+        raise InvalidRequestError(f"{name or 'the body'} holds a number out of range: {error}", name) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the body is no valid JSON: {error}") from error
     if not isinstance(raw, dict):
@@ -316,6 +320,20 @@ def _read_fields(body: bytes, endpoint: str) -> dict[str, Any]:
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"{name} is {shown(value)}: {error}", name) from error
     return fields
+
+
+def _field_out_of_range(body: bytes) -> str | None:
+    """The first field whose value cannot be decoded, of a body that is an object; else None."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return None
+    for name, raw in fields.items():
+        try:
+            msgspec.json.decode(raw)
+        except msgspec.DecodeError:
+            return name
+    return None
 
 
 def _common(

@@ -7,7 +7,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from bireme.server.wording import clipped
+
 _encode = msgspec.json.Encoder().encode
+
+LONGEST_MESSAGE = 1000
+"""Characters of an error's message: whatever it quotes, an answer must not grow with what was sent."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -186,7 +191,7 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: for people; holds no path and no trace.
+        message: for people; holds no path and no trace. A long one is cut.
         kind: OpenAI's error type.
         param: the field at fault.
         code: a name for programs.
@@ -208,4 +213,4 @@ class ApiError(Exception):
         self.headers = headers or {}
         if kind is None:
             kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = ErrorBody(message, kind, param, code)
+        self.body = ErrorBody(clipped(message, LONGEST_MESSAGE), kind, None if param is None else clipped(param), code)

@@ -19,6 +19,7 @@ from bireme.engine_client import EngineClient
 from bireme.engine_process import LOG_FORMAT, ExecutorFactory, launch_engine
 from bireme.errors import ConfigError, EngineDeadError
 from bireme.server.app import Service, create_app
+from bireme.server.chat import ChatTemplate
 from bireme.server.settings import ServerSettings
 from bireme.server.tokenizer import Tokenizer
 
@@ -100,23 +101,24 @@ def run_server(
     """
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     tokenizer = Tokenizer.from_folder(config.model_path)
+    template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
     listener = _listen(settings)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, settings, tokenizer, listener, executor_factory, on_ready))
+        return runner.run(_serve(config, settings, tokenizer, template, listener, executor_factory, on_ready))
 
 
 async def _serve(
     config: EngineConfig,
     settings: ServerSettings,
     tokenizer: Tokenizer,
+    template: ChatTemplate | None,
     listener: socket.socket,
     executor_factory: ExecutorFactory | None,
     on_ready: Callable[[CacheCapacity, str], None] | None,
 ) -> int:
     engine = launch_engine(config, executor_factory, drain_seconds=settings.shutdown_grace)
-    try:
-        client = EngineClient(engine)
-        app = create_app(client, tokenizer, settings)
+    with contextlib.closing(engine), EngineClient(engine) as client:
+        app = create_app(client, tokenizer, template, settings)
         server = HttpServer(
             uvicorn.Config(
                 app,
@@ -139,13 +141,11 @@ async def _serve(
         failure = None if server.was_signalled and client.has_left else client.error
         announce.cancel()
         await client.close()
-    finally:
-        engine.close()
     if failure is None:
         return 0
-    logger.error("the engine is dead: %s", failure)
     if client.capacity is None:
         raise EngineDeadError(failure)
+    logger.error("the engine is dead: %s", failure)
     return FAILED_EXIT_CODE
 
 

@@ -72,10 +72,13 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         template_path = folder / "chat_template.jinja"
         if template_path.is_file():
-            template: str | None = template_path.read_text(encoding="utf-8")
+            try:
+                template: str | None = template_path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"cannot load the tokenizer: {template_path}: {error}") from error
         else:
-            template = _template_of(config.get("chat_template"))
-        special = {name: _content_of(config[name]) for name in _NAMED_TOKENS if config.get(name) is not None}
+            template = _template_of(config.get("chat_template"), folder)
+        special = {name: _content_of(name, config[name], folder) for name in _NAMED_TOKENS if config.get(name)}
         return cls(fast, chat_template=template, special_tokens=special)
 
     @property
@@ -89,6 +92,15 @@ class Tokenizer:
             return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         # The library releases the GIL only in its batch functions.
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Where in ``text`` each of its tokens begins, also where the tokenizer rewrites it (NFC) or adds tokens."""
+        starts, end = [], 0
+        for start, stop in self._fast.encode(text, add_special_tokens=add_special_tokens).offsets:
+            # An added token stands for no text: it is where the one before it ended.
+            starts.append(start if stop > start else end)
+            end = max(end, stop)
+        return starts
 
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes of one id (empty for an id without a token)."""
@@ -144,13 +156,29 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _content_of(token: Any) -> str:
-    return token["content"] if isinstance(token, dict) else str(token)
+def _content_of(name: str, token: Any, folder: Path) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise _no_config(folder, f"{name} is {token!r}: it must be a string, or an object with content")
+    return content
 
 
-def _template_of(value: Any) -> str | None:
+def _template_of(value: Any, folder: Path) -> str | None:
     """A template is a string, or a list of named ones of which "default" is the chat's."""
-    if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value}
-        return named.get("default")
-    return value
+    if value is None or isinstance(value, str):
+        return value
+    named: dict[str, str] = {}
+    for entry in value if isinstance(value, list) else [value]:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                named[name] = template
+            case _:
+                raise _no_config(
+                    folder, f"chat_template holds {entry!r}: it must be a string, or a list of objects with name and "
+                    "template"
+                )
+    return named.get("default")
+
+
+def _no_config(folder: Path, what: str) -> ConfigError:
+    return ConfigError(f"cannot load the tokenizer: {folder / 'tokenizer_config.json'}: {what}")

@@ -9,7 +9,11 @@ import msgspec
 _SHOWN_CHARACTERS = 80
 
 
+def clipped(text: str, length: int = _SHOWN_CHARACTERS) -> str:
+    """A text, cut to ``length``."""
+    return text if len(text) <= length else text[:length] + "…"
+
+
 def shown(value: Any) -> str:
     """A value as JSON, and short."""
-    text = msgspec.json.encode(value).decode()
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+    return clipped(msgspec.json.encode(value).decode())
