@@ -304,3 +304,9 @@ def test_a_path_that_is_no_checkpoint_says_why(
     with pytest.raises(ConfigError) as raised:
         load_model_config(path)
     assert expected in str(raised.value) and str(path) in str(raised.value)
+
+
+def test_an_index_whose_weight_map_is_a_list_is_told_so(copy: Write) -> None:
+    folder = copy(num_shards=2)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    assert "weight_map must be an object of tensor names and file names, and is a list" in message_of(folder)

@@ -199,3 +199,72 @@ def test_bench_decode_prints_a_table_and_one_json_line(checkpoint: Callable[...,
         assert figures[name] > 0
     for name in ("commit", "machine", "model", "command"):
         assert name in figures
+
+
+def copy_of(source: Path, target: Path) -> Path:
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ x | no_such_filter }}", "{% break %}"])
+def test_an_unusable_chat_template_is_refused_before_the_port_opens(
+    checkpoint: Callable[..., Path], tmp_path: Path, template: str
+) -> None:
+    folder = copy_of(checkpoint(**TINY), tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    assert_one_line_error(bireme("serve", str(folder), "--port", "0"), 2, "chat template")
+
+
+def test_a_cache_too_small_for_one_request_is_refused_before_the_port_opens(checkpoint: Callable[..., Path]) -> None:
+    done = bireme("serve", str(checkpoint(**TINY)), "--port", "0", "--kv-cache-memory-bytes", "1000")
+    assert_one_line_error(done, 2, "--kv-cache-memory-bytes is 1000", "at least")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["serve", "x", "--port", "99999"], ["--port", "99999", "65535"]),
+        (["serve", "x", "--tp", "0"], ["--tp", "0", "1"]),
+        (["serve", "x", "--dtype", "float8"], ["--dtype", "float8", "bfloat16"]),
+        (["serve", ""], ["empty"]),
+        (["generate", "", "x"], ["empty"]),
+        (["serve", "pocket", "--served-model-name", ""], ["--served-model-name"]),
+    ],
+    ids=str,
+)
+def test_bad_usage_is_one_line_with_flag_value_and_bound(args: list[str], words: list[str]) -> None:
+    assert_one_line_error(bireme(*args), 2, *words)
+
+
+@pytest.mark.parametrize("module", ["bireme.errors", "typer", "numpy", "torch"])
+def test_ctrl_c_while_a_module_is_imported_is_quiet_and_130(checkpoint: Callable[..., Path], module: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "bireme", "generate", str(checkpoint(**TINY)), "Hello"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.rpartition("|")[2].strip().partition(module)[1]:
+            process.send_signal(signal.SIGINT)
+            break
+    _, errors = process.communicate(timeout=30)
+    assert "Traceback" not in errors
+    assert "bireme: interrupted" in errors
+    assert process.returncode == 130
+
+
+def test_importing_the_package_takes_in_nothing_else() -> None:
+    code = "import sys, bireme; assert 'msgspec' not in sys.modules; bireme.SamplingParams()"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "> /dev/full"])
+def test_generate_with_a_closed_or_full_stream_is_one_line(checkpoint: Callable[..., Path], closed: str) -> None:
+    prompt = "" if closed == "<&-" else "Hello"
+    done = subprocess.run(
+        f"{sys.executable} -m bireme generate {checkpoint(**TINY)} {prompt} --max-tokens 3 {closed}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert_one_line_error(done, 2 if closed == "<&-" else 1, "std")

@@ -282,3 +282,30 @@ def test_a_split_that_does_not_divide_is_refused_with_the_field_and_both_numbers
 def test_a_vocabulary_that_does_not_divide_is_rounded_up(save: Save) -> None:
     model = load_model_config(save(vocab_size=248319, eos_token_id=ABSENT))
     assert rank_shape(model, 4).vocab_size == 62080
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"temperature": -1},
+        {"temperature": 10**400, "do_sample": False},
+        {"top_p": 5},
+        {"top_p": 0},
+        {"top_k": -2},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0},
+        {"max_new_tokens": -5},
+        {"max_new_tokens": 0},
+    ],
+    ids=str,
+)
+def test_a_generation_default_out_of_its_range_is_refused_by_file_and_field(save: Save, field: dict[str, Any]) -> None:
+    folder = save()
+    (folder / "generation_config.json").write_text(json.dumps(field))
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {next(iter(field))} is "):
+        load_generation_defaults(folder)
+
+
+def test_an_empty_model_name_is_refused_as_such() -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        load_model_config("")

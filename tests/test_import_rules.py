@@ -81,7 +81,7 @@ RULES = {
     "llm": rule(
         BASE
         | {"validation", "engine", "engine_args", "executor", "checkpoint", "server.tokenizer", "server.detokenizer"}
-        | {"server.text_state", "server.chat", "pocket"},
+        | {"server.text_state", "server.chat", "server.messages", "pocket"},
     ),
     "dummy": rule(BASE | {"checkpoint"}, {"torch", "safetensors", "tokenizers"}),
     "local_server": rule(BASE),

@@ -15,23 +15,27 @@ from bireme import LLM, SamplingParams
 from bireme.checkpoint.hf_config import load_model_config
 from bireme.local_server import running_server
 from bireme.pocket import NAME, model_path
-from bireme.pocket.evaluate import Answer, agrees, ask_all, rows_of, tokens_by_transformers
+from bireme.pocket.evaluate import Answer, agrees, ask_all, openai_messages, rows_of, tokens_by_transformers
 from bireme.pocket.skills import SKILLS, Case, generate
 from bireme.server.chat import ChatTemplate
 from bireme.server.tokenizer import Tokenizer
 
 SEED = 0
-PER_SKILL = 2
+LONG_ANSWERS = {"arithmetic", "ordering", "words", "json"}
 DISTANCES = (100, 500, 1500)
 AT_ONCE = 16
 WAYS = [(tp, budget) for tp in (1, 2) for budget in (64, 512)]
 AT_LEAST = 0.95
-"""Share of right answers; the model itself misses about one case in two hundred."""
+"""Share of right answers; the model itself misses about one case in three hundred."""
 
 
 def some_cases() -> list[Case]:
-    streams = [generate(skill, "eval", SEED) for skill in SKILLS if skill != "recall"]
-    cases = [next(stream) for stream in streams for _ in range(PER_SKILL)]
+    """Two of each skill (one where answers are long), and recall at three distances."""
+    cases = []
+    for skill in SKILLS:
+        if skill != "recall":
+            stream = generate(skill, "eval", SEED)
+            cases += [next(stream) for _ in range(1 if skill in LONG_ANSWERS else 2)]
     return cases + [next(generate("recall", "eval", SEED, distance)) for distance in DISTANCES]
 
 
@@ -40,7 +44,10 @@ CASES = some_cases()
 
 def answers_of(llm: LLM, cases: list[Case]) -> list[Answer]:
     """All at once, greedily."""
-    prompts = [llm.render_chat(case.messages, tools=case.tools, enable_thinking=case.enable_thinking) for case in cases]
+    prompts = [
+        llm.render_chat(openai_messages(case.messages), tools=case.tools, enable_thinking=case.enable_thinking)
+        for case in cases
+    ]
     params = [SamplingParams(temperature=0, max_tokens=case.max_tokens) for case in cases]
     answers = []
     for case, result in zip(cases, llm.generate(prompts, params, use_tqdm=False), strict=True):
@@ -160,7 +167,7 @@ def test_echo_scores_a_prompt_as_transformers_does_and_also_where_an_end_token_f
 
 def test_transformers_generates_the_same_tokens_from_the_same_messages(reference: list[Answer]) -> None:
     chosen = [answer for answer in reference if len(answer.prompt_token_ids) < 700][::2]
-    assert len(chosen) >= 10
+    assert len(chosen) >= 8
     theirs = tokens_by_transformers(model_path(), [answer.case for answer in chosen])
     end_ids = frozenset(load_model_config(model_path()).eos_token_ids)
     differing = [

@@ -45,7 +45,9 @@ TABLE: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, b'{"prompt": "\xed\xa0\x80"}', 400, None, "JSON"),
     (COMPLETIONS, b'{"prompt": "x", "temperature": NaN}', 400, None, "JSON"),
     (COMPLETIONS, b'{"prompt": "x", "temperature": Infinity}', 400, None, "JSON"),
-    (COMPLETIONS, b'{"prompt": "x", "temperature": 1e999}', 400, None, "JSON"),
+    (COMPLETIONS, b'{"prompt": "x", "temperature": 1e999}', 400, "temperature", "out of range"),
+    (COMPLETIONS, b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", 400, "seed", "out of range"),
+    (COMPLETIONS, b'{"prompt": [1e999]}', 400, "prompt", "out of range"),
     (COMPLETIONS, b"[" * 200_000, 400, None, "JSON"),
     (COMPLETIONS, b'{"prompt": "x", "logit_bias": ' + b'{"a":' * 5000, 400, None, "JSON"),
     (COMPLETIONS, b'{"prompt": "' + b"x" * 5_000_000 + b'"}', 413, None, "4194304"),
@@ -322,3 +324,34 @@ def test_what_is_not_http_is_refused_and_the_next_request_answered(server: Runni
             sock.sendall(junk)
             assert sock.recv(100).startswith((b"HTTP/1.1 400", b""))
     answers_well(http)
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (COMPLETIONS, {"model": "m" * 100_000}),
+        (COMPLETIONS, {"f" * 100_000: 1}),
+        (COMPLETIONS, {"stream": True, "stream_options": {"o" * 100_000: True}}),
+        (COMPLETIONS, {"logit_bias": {"k" * 100_000: 1}}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "t" * 100_000}]}]}),
+        (CHAT, {"messages": [{"role": "r" * 100_000, "content": "x"}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "y" * 100_000: 1}]}),
+    ],
+)
+def test_an_error_does_not_grow_with_what_was_sent(http: httpx.Client, path: str, change: dict[str, Any]) -> None:
+    answer = http.post(path, content=body_of(path, change), headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 2000
+
+
+def test_an_error_of_a_long_path_or_content_type_is_short(http: httpx.Client) -> None:
+    assert len(http.get("/v1/" + "p" * 20_000).content) < 500
+    assert len(http.get("/v1/models/" + "p" * 20_000).content) < 500
+    assert len(http.post(COMPLETIONS, content=b"{}", headers={"content-type": "c" * 20_000}).content) < 500
+
+
+def test_a_long_user_is_cut_in_the_log(http: httpx.Client, server: RunningServer) -> None:
+    assert http.post(COMPLETIONS, json=GOOD | {"user": "u" * 10_000}).status_code == 200
+    text = server.log.read_text()
+    assert "user" in text
+    assert "u" * 200 not in text

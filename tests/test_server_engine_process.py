@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from server_sim import make_config, make_executor
 from server_support import build_tokenizer, pull
 
@@ -231,3 +232,17 @@ def test_ctrl_c_is_the_parents_to_answer(folder: Path) -> None:
         assert len(await outputs_of(client, request("r"))) == 5
 
     with_engine(folder, body)
+
+
+def test_a_client_takes_its_hands_off_the_engine_however_its_block_ends(folder: Path) -> None:
+    async def fail() -> None:
+        with contextlib.closing(launch_engine(make_config(folder), make_executor)) as engine, EngineClient(engine):
+            raise ZeroDivisionError
+
+    async def scenario() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        await asyncio.sleep(0.05)  # a loop that still watched the descriptors would abort the process here
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())

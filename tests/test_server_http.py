@@ -501,3 +501,23 @@ def test_a_defect_of_the_server_shows_no_trace_and_no_path(server: RunningServer
 def test_the_schema_lists_the_endpoints_and_no_page_asks_the_network(http: httpx.Client) -> None:
     assert {"/v1/completions", "/v1/chat/completions", "/health"} <= set(http.get("/openapi.json").json()["paths"])
     assert http.get("/docs").status_code == 404
+
+
+def test_offsets_of_an_echoed_prompt_count_its_text_as_sent(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    prompt = "e\u0301te\u0301 one two"  # not composed: the tokenizer composes it
+    body = {"prompt": prompt, "max_tokens": 1, "logprobs": 1, "echo": True}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["text"].startswith(prompt)
+    logprobs = choice["logprobs"]
+    named = dict(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))
+    assert logprobs["text_offset"][0] == 0
+    assert sorted(logprobs["text_offset"]) == logprobs["text_offset"]
+    assert logprobs["text_offset"][-1] == len(prompt)
+    assert choice["text"][named[" two"] :].startswith(" two")
+
+
+def test_the_gauges_of_an_engine_without_a_step_are_its_capacity(server: RunningServer, tmp_path: Path) -> None:
+    with running_server(server.folder, tmp_path, num_slots=3, num_blocks=50) as fresh:
+        for name, value in (("state_slots", 3), ("kv_blocks", 50)):
+            assert fresh.metric(f"bireme_{name}_total") == fresh.metric(f"bireme_{name}_free") == value
+        assert fresh.metric("vllm:kv_cache_usage_perc") == 0

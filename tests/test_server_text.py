@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_support import MARKUP, TEMPLATE, build_tokenizer
@@ -378,3 +380,31 @@ def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
 def test_a_template_that_is_no_jinja_is_refused_when_it_is_loaded() -> None:
     with pytest.raises(ConfigError, match="line 1"):
         ChatTemplate("{% for %}")
+
+
+@pytest.mark.parametrize("template", [[1], {"a": 1}, 3, [{"name": "default"}], [{"name": 1, "template": "x"}]], ids=str)
+def test_a_chat_template_of_the_wrong_kind_is_refused(tmp_path: Path, template: Any) -> None:
+    build_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat_template"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_list_of_named_chat_templates_is_read(tmp_path: Path) -> None:
+    build_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer.from_folder(tmp_path).chat_template == "d"
+
+
+def test_special_tokens_and_template_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    build_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"id": 1}}')
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: eos_token"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
+        Tokenizer.from_folder(tmp_path)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bireme.types import SamplingParams
-
 if TYPE_CHECKING:
     from bireme.llm import LLM
+    from bireme.types import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # LLM needs torch; `import bireme` must not.
+    # LLM needs torch; `import bireme` must not. Nor shall it take time, for it comes before everything.
     if name == "LLM":
         from bireme.openmp import limit_spinning
 
@@ -22,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from bireme.llm import LLM
 
         return LLM
+    if name == "SamplingParams":
+        from bireme.types import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module 'bireme' has no attribute {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -192,10 +193,38 @@ MaxBatchedTokensOption = Annotated[
 ]
 
 
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""Typer's base of all that is wrong with a command line (it may bring a click of its own)."""
+
+
 def main() -> None:
-    """Entry point of the ``bireme`` script."""
+    """Run the command line: a usage error is one line on stderr, like the package's own errors."""
     limit_spinning()
-    app()
+    try:
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        message: str = error.format_message()  # type: ignore[attr-defined]
+        if type(error).__name__ != "NoArgsIsHelpError":
+            message = f"bireme: error: {' '.join(message.split())}{_value_at_fault(error, message)}"
+        typer.echo(message, err=True)
+        code = 2
+    except (typer.Abort, KeyboardInterrupt):
+        typer.echo("bireme: interrupted", err=True)
+        code = 130
+    sys.exit(code)
+
+
+def _value_at_fault(error: Exception, message: str) -> str:
+    """What was given, where the message of Typer's own check does not say."""
+    errors = getattr(error.__cause__, "errors", None)
+    value = repr(errors()[0]["input"]) if errors else ""
+    return f" (it is {value})" if value and value not in message else ""
+
+
+def take_interrupts() -> None:
+    """From here on there is something to clean up: Ctrl-C becomes KeyboardInterrupt, where it ended the process."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _print_version(wanted: bool) -> None:
@@ -312,11 +341,14 @@ def serve(
             distributed_backend=distributed_backend.value,
             max_waiting=max_waiting,
         )
+        names = tuple(served_model_name or [model])
+        if "" in names:
+            raise ConfigError('--served-model-name is "": a name must not be empty')
         from bireme.server.serve import run_server
         from bireme.server.settings import ServerSettings
 
         show_log()
-        names = tuple(served_model_name or [model])
+        take_interrupts()
         settings = ServerSettings(
             served_model_names=names, host=host, port=port, shutdown_grace=shutdown_grace, access_log=access_log
         )
@@ -467,11 +499,11 @@ def generate(
     [bold]git diff | bireme generate ./Qwen3.5-4B --chat --system "Review this patch."[/bold]
     """
     with clean_errors():
+        if sys.stdout is None:
+            raise BiremeError("cannot write to stdout: it is closed")
         model, prompt = model_and_prompt(model, prompt)
         if prompt is None or prompt == "-":
-            if sys.stdin.isatty():
-                typer.echo("bireme: type the prompt, then Ctrl-D", err=True)
-            prompt = sys.stdin.read()
+            prompt = _read_prompt()
         given = {
             "temperature": temperature,
             "top_k": top_k,
@@ -507,9 +539,20 @@ def generate(
 def model_and_prompt(first: str | None, second: str | None) -> tuple[str, str | None]:
     """The two optional arguments of ``generate``: one that stands alone and names no model is the pocket's prompt."""
     if first is None or second is not None:
-        return first or POCKET, second
+        return POCKET if first is None else first, second
     is_path = first.startswith(("/", "./", "../", "~/")) or os.path.isdir(first)
     return (first, None) if first == POCKET or is_path else (POCKET, first)
+
+
+def _read_prompt() -> str:
+    if sys.stdin is None:
+        raise ConfigError("there is no PROMPT: stdin is closed")
+    try:
+        if sys.stdin.isatty():
+            typer.echo("bireme: type the prompt, then Ctrl-D", err=True)
+        return sys.stdin.read()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read PROMPT from stdin: {error}") from error
 
 
 def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
@@ -529,9 +572,11 @@ def _generate(
     **options: Any,
 ) -> None:
     import msgspec
+    import torch  # noqa: F401 - what takes long is imported while Ctrl-C may still end the process on the spot
 
     from bireme.llm import LLM
 
+    take_interrupts()
     with LLM(model, **options) as llm:
         params = msgspec.structs.replace(llm.get_default_sampling_params(), **sampling, **limits)
         started = time.perf_counter()
@@ -542,18 +587,28 @@ def _generate(
         for piece in llm.stream(prompt, params):
             num_tokens += len(piece.token_ids)
             show(piece.text, piece.finish_reason is not None)
-        sys.stdout.write("\n")
+        _write("\n")
         if stats:
             seconds = time.perf_counter() - started
             typer.echo(f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s)", err=True)
+
+
+def _write(text: str) -> None:
+    """Write to stdout at once."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise BiremeError(f"cannot write to stdout: {error.strerror or error}") from error
 
 
 def _plain_writer() -> Callable[[str, bool], None]:
     """Writes a completion's pieces to stdout."""
 
     def show(text: str, is_last: bool) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        _write(text)
 
     return show
 
@@ -575,8 +630,8 @@ def _chat_writer(prompt: str) -> Callable[[str, bool], None]:
             if content and has_thought:
                 has_thought = False
                 typer.echo("\n", err=True)
-            sys.stdout.write(content)
-            sys.stdout.flush()
+            if content:
+                _write(content)
 
     return show
 
@@ -612,6 +667,7 @@ def bench_decode(
         from bireme.bench import decode
         from bireme.bench.record import emit, record
 
+        take_interrupts()
         with decode.model_folder(model) as (folder, builtin):
             config = engine_config(
                 folder,
@@ -716,6 +772,7 @@ def eval_pocket(
             as_json=as_json,
             append=append,
         )
+        take_interrupts()
         exit_on_sigterm()
         if code := run(settings, Console()):
             raise typer.Exit(code)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import numbers
+import reprlib
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,18 +22,21 @@ import msgspec
 from bireme.checkpoint.headers import verify_checkpoint
 from bireme.engine import EngineCore
 from bireme.engine_args import build_engine_config
-from bireme.errors import ConfigError, EngineDeadError, InvalidRequestError
+from bireme.errors import BiremeError, ConfigError, EngineDeadError, InvalidRequestError
 from bireme.executor.launcher import create_executor
 from bireme.pocket import resolve
-from bireme.server.chat import ChatTemplate
+from bireme.server.chat import ChatTemplate, check_template_variables
+from bireme.server.messages import read_messages
 from bireme.server.text_state import RequestText
 from bireme.server.tokenizer import Tokenizer
-from bireme.types import FinishReason, Request, SamplingParams, TokenLogprobs
+from bireme.types import FinishReason, Request, SamplingParams, TokenLogprobs, as_token_id
 from bireme.types import RequestOutput as StepResult
 from bireme.validation import check_request
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+
+_PROMPT_FORMS = "a prompt is a string, a list of token ids, or a dict with prompt or prompt_token_ids"
 
 Message = Mapping[str, Any]
 
@@ -110,8 +118,15 @@ class _Sequence:
     stop_reason: int | str | None = None
 
 
+_Inbox = deque["tuple[_Sequence, TextPiece] | BiremeError"]
+"""What has come for the sequences of one call and was not read yet."""
+
+
 class LLM:
-    """A model loaded in this process, for batches of prompts. One thread at a time may use it.
+    """A model loaded in this process, for batches of prompts.
+
+    Calls may overlap: streams that are open at once, or a ``generate`` while one is, run in the same steps. Threads
+    may share it; they take turns, step by step.
 
     With ``tensor_parallel_size`` above 1 the other ranks are processes of their own. Close it, or use it as a context
     manager, to end them and free the memory.
@@ -177,8 +192,13 @@ class LLM:
         weakref.finalize(self, executor.shutdown)
         self.capacity = executor.capacity
         self._engine = EngineCore(self.config, executor)
-        self._num_requests = 0
+        self._request_ids = itertools.count()
         self._is_closed = False
+        # Whoever needs a token steps the engine and hands all outputs out, by request id.
+        self._open: dict[str, tuple[_Sequence, _Inbox]] = {}
+        self._left: deque[str] = deque()
+        self._lock = threading.RLock()
+        self._is_in_engine = False
 
     def __enter__(self) -> LLM:
         return self
@@ -190,9 +210,11 @@ class LLM:
 
     def close(self) -> None:
         """End the ranks and free their memory. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._engine.shutdown()
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._open.clear()
+                self._engine.shutdown()
 
     def get_tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer.
@@ -241,9 +263,9 @@ class LLM:
             where = f"prompt {index}: " if len(listed) > 1 else ""
             groups.append(self._sequences(prompt, each, where))
         sequences = [sequence for group in groups for sequence in group]
-        with _progress(use_tqdm, len(sequences)) as advance:
-            for sequence, piece in self._run(sequences):
-                advance(sequence.finish_reason is not None, len(piece.token_ids))
+        with _progress(use_tqdm, len(sequences)) as advance, contextlib.closing(self._run(sequences)) as pieces:
+            for _, piece in pieces:
+                advance(piece.finish_reason is not None, len(piece.token_ids))
         return [self._result(group) for group in groups]
 
     def chat(
@@ -260,16 +282,24 @@ class LLM:
 
         Raises:
             ConfigError: the checkpoint has no tokenizer or no chat template.
-            InvalidRequestError: the template refuses the messages; or as in ``generate``.
+            InvalidRequestError: the messages are malformed, or the template refuses them; or as in ``generate``.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
-        prompts = [
-            self.render_chat(
-                conversation, add_generation_prompt=add_generation_prompt, tools=tools, **(chat_template_kwargs or {})
-            )
-            for conversation in conversations
-        ]
+        variables = chat_template_kwargs or {}
+        check_template_variables(variables)
+        conversations: Any = messages
+        if not isinstance(messages, (list, tuple)) or (messages and isinstance(messages[0], Mapping)):
+            conversations = [messages]
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            try:
+                prompts.append(
+                    self.render_chat(
+                        conversation, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+                    )
+                )
+            except InvalidRequestError as error:
+                where = f"conversation {index}: " if len(conversations) > 1 else ""
+                raise InvalidRequestError(f"{where}{error}", error.param) from error
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
@@ -277,30 +307,31 @@ class LLM:
 
         Raises:
             ConfigError: the checkpoint has no tokenizer or no chat template.
-            InvalidRequestError: the template refuses the messages.
+            InvalidRequestError: the messages are malformed (as in a request to the server), or the template refuses
+                them.
         """
         if self._template is None:
             self._template = ChatTemplate.of(self.get_tokenizer())
-        return self._template.render([dict(message) for message in messages], **options)
+        return self._template.render(_checked_messages(messages), **options)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[TextPiece]:
         """Complete one prompt (or answer one conversation) and yield its text as it comes.
 
-        Leaving the iterator early aborts the request.
+        The request starts with the first piece that is asked for. Leaving the iterator early aborts it.
 
         Raises:
             InvalidRequestError, ConfigError, ExecutorError: as in ``generate`` and ``chat``.
         """
-        is_chat = not isinstance(prompt, (str, Mapping)) and bool(prompt) and isinstance(prompt[0], Mapping)
+        is_chat = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
         text: Any = self.render_chat(prompt) if is_chat else prompt  # type: ignore[arg-type]
         params = self._params_of(sampling_params, 1)[0]
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}: a stream has one completion", "n")
-        for sequence, piece in self._run(self._sequences(text, params, "")):
-            reason = sequence.finish_reason
-            yield TextPiece(piece.text, piece.token_ids, None if reason is None else reason.value, sequence.stop_reason)
+        with contextlib.closing(self._run(self._sequences(text, params, ""))) as pieces:
+            for _, piece in pieces:
+                yield piece
 
     def _params_of(
         self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -309,6 +340,17 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * num_prompts
+        if not isinstance(given, (list, tuple)):
+            raise InvalidRequestError(
+                f"sampling_params is {reprlib.repr(given)}: give one SamplingParams for all prompts, or a list with "
+                "one per prompt",
+                "sampling_params",
+            )
+        for index, each in enumerate(given):
+            if not isinstance(each, SamplingParams):
+                raise InvalidRequestError(
+                    f"sampling_params[{index}] is {reprlib.repr(each)}: it must be a SamplingParams", "sampling_params"
+                )
         if len(given) != num_prompts:
             raise InvalidRequestError(
                 f"{num_prompts} prompts came with {len(given)} sampling params: give one for all or one per prompt",
@@ -318,9 +360,11 @@ class LLM:
 
     def _sequences(self, prompt: Prompt, params: SamplingParams, where: str) -> list[_Sequence]:
         """The n sequences of one prompt, checked but not started."""
-        text, token_ids = self._read_prompt(prompt)
-        request_id = str(self._num_requests)
-        self._num_requests += 1
+        try:
+            text, token_ids = self._read_prompt(prompt)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{where}{error}", error.param) from None
+        request_id = str(next(self._request_ids))
         sequences = []
         for index in range(params.n):
             request = Request(
@@ -341,48 +385,112 @@ class LLM:
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         given: Any = prompt
         if isinstance(given, Mapping):
-            if given.get("prompt_token_ids") is not None:
-                return given.get("prompt"), list(given["prompt_token_ids"])
-            if not isinstance(given.get("prompt"), str):
+            text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
+            if text is None and token_ids is None:
                 raise InvalidRequestError("a prompt given as a dict needs prompt or prompt_token_ids", "prompt")
-            given = given["prompt"]
+            if text is not None and not isinstance(text, str):
+                raise InvalidRequestError(f"prompt is {reprlib.repr(text)}: it must be a string", "prompt")
+            if token_ids is not None:
+                return text, _read_token_ids(token_ids, "prompt_token_ids is {}: it must be a list of token ids")
+            given = text
         if isinstance(given, str):
             return given, self.get_tokenizer().encode(given)
-        return None, list(given)
+        return None, _read_token_ids(given, f"the prompt is {{}}: {_PROMPT_FORMS}")
 
-    def _run(self, sequences: list[_Sequence]) -> Iterator[tuple[_Sequence, TextPiece]]:
-        """Drive the engine until all are done; yields each sequence with what a step brought it.
+    def _run(self, sequences: list[_Sequence]) -> Generator[tuple[_Sequence, TextPiece], None, None]:
+        """Run the sequences to their ends; yields each with what a step brought it.
 
         Whatever leaves the loop early (an error, Ctrl-C, a consumer that stops) aborts what is still open.
         """
-        if self._is_closed:
-            raise EngineDeadError("this LLM is closed")
-        engine = self._engine
-        open_sequences = {sequence.request.request_id: sequence for sequence in sequences}
-        for sequence in sequences:
-            engine.add_request(msgspec.structs.replace(sequence.request, arrival_time=time.time()))
+        inbox: _Inbox = deque()
         try:
-            while open_sequences:
-                for output in engine.step():
-                    taken = open_sequences.get(output.request_id)
-                    if taken is None:
-                        continue  # the end of one that a stop string cut here
-                    piece = self._take(taken, output)
-                    if taken.finish_reason is not None:
-                        del open_sequences[output.request_id]
-                        if output.finish_reason is None:
-                            engine.abort(output.request_id)
-                    yield taken, piece
+            with self._inside() as engine:
+                for sequence in sequences:
+                    request = msgspec.structs.replace(sequence.request, arrival_time=time.time())
+                    self._open[request.request_id] = (sequence, inbox)
+                    engine.add_request(request)
+            num_open = len(sequences)
+            while num_open:
+                if not inbox:
+                    self._advance(inbox)
+                    continue
+                item = inbox.popleft()
+                if isinstance(item, BiremeError):
+                    raise item
+                num_open -= item[1].finish_reason is not None
+                yield item
         finally:
-            for request_id in open_sequences:
-                engine.abort(request_id)
-            while engine.has_unfinished:
-                engine.step()
+            self._let_go(sequences)
 
-    def _take(self, sequence: _Sequence, output: StepResult) -> TextPiece:
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[EngineCore]:
+        """The engine, for this thread alone."""
+        with self._lock:
+            if self._is_in_engine:
+                raise RuntimeError("a signal handler or finalizer cannot use an LLM that it interrupted in a step")
+            if self._is_closed:
+                raise EngineDeadError("this LLM is closed")
+            self._is_in_engine = True
+            try:
+                yield self._engine
+            finally:
+                self._is_in_engine = False
+
+    def _advance(self, inbox: _Inbox) -> None:
+        """Make one step and hand out what it brought, unless another thread has filled ``inbox`` meanwhile."""
+        with self._inside() as engine:
+            if inbox:
+                return
+            self._abort_left(engine)
+            if not engine.is_dead and not engine.has_unfinished:
+                raise EngineDeadError("the engine has nothing left to do, and a request has not ended")
+            for output in engine.step():
+                self._deliver(engine, output)
+
+    def _deliver(self, engine: EngineCore, output: StepResult) -> None:
+        request_id = output.request_id
+        found = self._open.get(request_id)
+        if found is None:
+            return  # the end of one that was aborted here
+        sequence, inbox = found
         if output.finish_reason is FinishReason.ERROR:
             message = output.error or "the engine gave no reason"
-            raise InvalidRequestError(message) if output.is_invalid else EngineDeadError(message)
+            inbox.append(InvalidRequestError(message) if output.is_invalid else EngineDeadError(message))
+            del self._open[request_id]
+            return
+        piece = self._take(sequence, output)
+        inbox.append((sequence, piece))
+        if piece.finish_reason is not None:
+            del self._open[request_id]
+            if output.finish_reason is None:
+                engine.abort(request_id)
+
+    def _let_go(self, sequences: list[_Sequence]) -> None:
+        """Abort what is still open of a call that ends; if no other call is open, bring the engine to rest.
+
+        The garbage collector may come here at any moment, from any thread. If the engine is in use just then, whoever
+        makes the next step does the rest.
+        """
+        self._left.extend(each.request.request_id for each in sequences if each.request.request_id in self._open)
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._is_in_engine or self._is_closed:
+                return
+            with self._inside() as engine:
+                self._abort_left(engine)
+                while not self._open and engine.has_unfinished:
+                    engine.step()
+        finally:
+            self._lock.release()
+
+    def _abort_left(self, engine: EngineCore) -> None:
+        while self._left:
+            request_id = self._left.popleft()
+            if self._open.pop(request_id, None) is not None:
+                engine.abort(request_id)
+
+    def _take(self, sequence: _Sequence, output: StepResult) -> TextPiece:
         text = ""
         new_ids = output.token_ids
         if sequence.text is not None:
@@ -398,7 +506,8 @@ class LLM:
         if output.prompt_logprobs is not None:
             sequence.prompt_logprobs = output.prompt_logprobs
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, output.num_cached_tokens)
-        return TextPiece(text, new_ids)
+        reason = sequence.finish_reason
+        return TextPiece(text, new_ids, None if reason is None else reason.value, sequence.stop_reason)
 
     def _result(self, group: list[_Sequence]) -> RequestOutput:
         first = group[0]
@@ -443,8 +552,42 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, in any of its forms, as a list of one; a list of prompts as it is."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
+    given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
+        raise InvalidRequestError(f"the prompts are {reprlib.repr(given)}: {_PROMPT_FORMS}; or give a list", "prompt")
+    listed = [item.tolist() if hasattr(item, "tolist") else item for item in given]
+    return [listed] if listed and all(isinstance(item, numbers.Number) for item in listed) else listed
+
+
+def _read_token_ids(given: Any, refusal: str) -> list[int]:
+    """Token ids as a list of ints; ``refusal`` says what is wrong with something that is no list at all."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, bytearray, Mapping)):
+        raise InvalidRequestError(refusal.format(reprlib.repr(given)), "prompt")
+    token_ids = []
+    for position, item in enumerate(given):
+        token_id = as_token_id(item)
+        if token_id is None:
+            raise InvalidRequestError(
+                f"the prompt holds {reprlib.repr(item)} at position {position}: token ids must be integers", "prompt"
+            )
+        token_ids.append(token_id)
+    return token_ids
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, (list, tuple)):
+        raise InvalidRequestError(
+            f"messages is {reprlib.repr(messages)}: it must be a list of dicts with role and content", "messages"
+        )
+    try:
+        return read_messages([dict(each) if isinstance(each, Mapping) else each for each in messages])
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        # What is refused is shown as JSON, and there are values that JSON does not know.
+        raise InvalidRequestError(f"messages holds a value that has no JSON form: {error}", "messages") from error
 
 
 def child_params(params: SamplingParams, index: int) -> SamplingParams:

@@ -16,6 +16,11 @@ from bireme.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MIN_REPETITION_PENALTY = 1e-20
+"""Logits are divided by the penalty, then by a temperature down to 1e-5: this much smaller is far from overflow."""
+
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class FinishReason(enum.Enum):
@@ -32,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 mean "off". ``temperature`` below 1e-5 is greedy.
     ``logprobs`` / ``prompt_logprobs`` k asks for the chosen token's and the k largest raw log-probabilities (k ≤ 20).
-    ``max_tokens`` None means "up to the model's length limit".
+    ``max_tokens`` None means "up to the model's length limit". ``stop`` may be one string; None stands for none.
 
     Raises:
         InvalidRequestError: a value out of its range; the message names field, value and bound.
@@ -59,17 +64,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", [self.stop])
+        msgspec.structs.force_setattr(self, "stop", _stop_strings(self.stop))
+        msgspec.structs.force_setattr(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
+            if isinstance(getattr(self, name), float):  # numpy's float64 is one, and the wire does not take it
+                msgspec.structs.force_setattr(self, name, float(getattr(self, name)))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} is {getattr(self, name)!r}: it must be True or False", name)
         check_integer("n", self.n, 1, 128)
         check_number("temperature", self.temperature, 0.0, 100.0)
         check_integer("top_k", self.top_k, -1, 2**31 - 1)
         check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise InvalidRequestError(
+                    f"logit_bias is {self.logit_bias!r}: it must be a dict of token ids to numbers", "logit_bias"
+                )
             for token_id, bias in self.logit_bias.items():
                 check_integer("logit_bias", token_id, 0, 2**31 - 1)
                 check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
@@ -82,11 +97,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}: it must not exceed max_tokens ({self.max_tokens})", "min_tokens"
             )
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidRequestError(f"stop holds {text!r}: every stop string must be a non-empty string", "stop")
-        for token_id in self.stop_token_ids:
-            check_integer("stop_token_ids", token_id, 0, 2**31 - 1)
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 check_integer(name, count, 0, MAX_LOGPROBS)
@@ -97,12 +107,65 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < 1e-5 or self.top_k == 1
 
 
+def _stop_strings(given: Any) -> list[str]:
+    if given is None:
+        return []
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, (list, tuple)):
+        raise InvalidRequestError(f"stop is {given!r}: it must be a string or a list of strings", "stop")
+    for text in given:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError(f"stop holds {text!r}: every stop string must be a non-empty string", "stop")
+        position = find_surrogate(text)
+        if position is not None:
+            raise InvalidRequestError(
+                f"stop holds {text!a}, with a lone surrogate at character {position}: it is not valid Unicode",
+                "stop",
+            )
+    return list(given)
+
+
+def _stop_token_ids(given: Any) -> list[int]:
+    if given is None:
+        return []
+    if not isinstance(given, (list, tuple)):
+        raise InvalidRequestError(f"stop_token_ids is {given!r}: it must be a list of token ids", "stop_token_ids")
+    token_ids = []
+    for item in given:
+        token_id = as_token_id(item)
+        if token_id is None or not 0 <= token_id < 2**31:
+            raise InvalidRequestError(
+                f"stop_token_ids holds {item!r}: it must hold integers in [0, {2**31 - 1}]", "stop_token_ids"
+            )
+        token_ids.append(token_id)
+    return token_ids
+
+
+def as_token_id(value: Any) -> int | None:
+    """``value`` as an int if it is an integer of Python, numpy or torch (no bool); None for anything else."""
+    if type(value) is int:
+        return value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def find_surrogate(text: str) -> int | None:
+    """Where ``text`` has a lone surrogate, which no encoding of Unicode can carry; None if it is sound."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
 def check_number(
     name: str, value: Any, low: float, high: float, *, low_open: bool = False, param: str | None = None
 ) -> None:
     """Raise InvalidRequestError unless ``value`` is a finite number in [low, high] (or (low, high])."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or value < low or value > high or (low_open and value == low):
+    ok = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if not ok or isinstance(value, bool) or value < low or value > high or (low_open and value == low):
         opening = "(" if low_open else "["
         raise InvalidRequestError(
             f"{name} is {value!r}: it must be a number in {opening}{low:g}, {high:g}]", param or name

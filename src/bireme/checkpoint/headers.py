@@ -199,16 +199,16 @@ def _find_files(path: Path) -> tuple[list[str], dict[str, str] | None, tuple[str
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{index} is not a safetensors index: {error}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict):
-        found = "none" if weight_map is None else f"a {type(weight_map).__name__}"
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        found = "a list" if isinstance(weight_map, list) else "something else"
         raise CheckpointError(
-            f"{index} is not a safetensors index: it must hold weight_map, an object of tensor names and files; "
-            f"there is {found}"
+            f"{index} is not a safetensors index: weight_map must be an object of tensor names and file names, and is "
+            f"{'missing' if weight_map is None else found}"
         )
-    for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{index} lists the file {file!r}: it must be a file name in the same folder")
     files = sorted(set(weight_map.values()))
+    for file in files:
+        if Path(file).name != file:
+            raise CheckpointError(f"{index} lists the file {file!r}: it must be a file name in the same folder")
     missing = [file for file in files if file not in present]
     if missing:
         first = next(name for name, file in weight_map.items() if file == missing[0])

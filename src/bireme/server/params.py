@@ -297,7 +297,7 @@ def _read_fields(body: bytes, endpoint: str) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         # Valid JSON, and a number that nothing here can hold.
         name = _field_out_of_range(body)
-        raise InvalidRequestError(f"{name or 'the body'} holds a number out of range: {error}", name) from error
+        raise InvalidRequestError(f"{shown(name or 'the body')} holds a number out of range", name) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the body is no valid JSON: {error}") from error
     if not isinstance(raw, dict):

@@ -9,7 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from bireme.errors import ConfigError
+from bireme.errors import ConfigError, InvalidRequestError
+from bireme.types import find_surrogate
 
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Tokens that carry the structure of a chat answer: kept in its text even where a tokenizer calls them special."""
@@ -78,7 +79,9 @@ class Tokenizer:
                 raise ConfigError(f"cannot load the tokenizer: {template_path}: {error}") from error
         else:
             template = _template_of(config.get("chat_template"), folder)
-        special = {name: _content_of(name, config[name], folder) for name in _NAMED_TOKENS if config.get(name)}
+        special = {
+            name: _content_of(name, config[name], folder) for name in _NAMED_TOKENS if config.get(name) is not None
+        }
         return cls(fast, chat_template=template, special_tokens=special)
 
     @property
@@ -87,7 +90,16 @@ class Tokenizer:
         return len(self.token_bytes)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of ``text``; special tokens written out in it become their ids. Long texts leave the GIL to others."""
+        """Ids of ``text``; special tokens written out in it become their ids. Long texts leave the GIL to others.
+
+        Raises:
+            InvalidRequestError: the text is no valid Unicode (bytes that Python could not decode reach it like that).
+        """
+        position = find_surrogate(text)
+        if position is not None:
+            raise InvalidRequestError(
+                f"the prompt holds a lone surrogate at character {position}: it is not valid Unicode", "prompt"
+            )
         if len(text) <= _SHORT_CHARACTERS:
             return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         # The library releases the GIL only in its batch functions.
@@ -174,8 +186,8 @@ def _template_of(value: Any, folder: Path) -> str | None:
                 named[name] = template
             case _:
                 raise _no_config(
-                    folder, f"chat_template holds {entry!r}: it must be a string, or a list of objects with name and "
-                    "template"
+                    folder,
+                    f"chat_template holds {entry!r}: it must be a string, or a list of objects with name and template",
                 )
     return named.get("default")
 
