@@ -150,7 +150,7 @@ def test_agreement_is_of_prompt_and_output_tokens_but_for_the_end_token() -> Non
 def chat_response(request: httpx.Request) -> httpx.Response:
     """A server's answer, whole or streamed."""
     body = json.loads(request.content)
-    usage = {"completion_tokens": 3}
+    usage = {"prompt_tokens": 1, "completion_tokens": 3}
     call = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     if not body.get("stream"):
         message = {"content": "Paris", "reasoning_content": "hm", "tool_calls": [call]}
@@ -181,7 +181,7 @@ def test_a_whole_answer_and_a_stream_of_it_are_read_alike(stream: bool) -> None:
     assert came.error is None
     assert (came.thought, came.content, came.finish_reason) == ("hm", "Paris", "stop")
     assert [call["function"] for call in came.tool_calls] == [{"name": "f", "arguments": '{"x": 1}'}]
-    assert (came.token_ids, came.num_tokens) == ([5, 6, 9], 3)
+    assert (came.token_ids, came.num_prompt_tokens, came.num_tokens) == ([5, 6, 9], 1, 3)
 
 
 @pytest.mark.parametrize("stream", [False, True])

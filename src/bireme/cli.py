@@ -750,7 +750,7 @@ def eval_pocket(
         flags: dict[str, int | str | None] = {
             "--tp": tensor_parallel_size,
             "--dtype": dtype.value,
-            "--device": device,
+            "--device": None if device == "auto" else device,
             "--distributed-backend": None if distributed_backend is Backend.auto else distributed_backend.value,
             "--kv-cache-memory-bytes": kv_cache_memory_bytes,
             "--max-num-seqs": max_num_seqs,

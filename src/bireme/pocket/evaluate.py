@@ -45,7 +45,7 @@ class Answer:
         content: the answer's text, without its thought.
         tool_calls: as the server parsed them out of the answer.
         token_ids: the generated ids.
-        num_tokens: generated tokens, as the server's usage counts them.
+        num_prompt_tokens, num_tokens: of the prompt and of the answer, as the server's usage counts them.
         first_seconds, seconds: from sending the request to the first piece (of a stream), and to the end of the answer.
         error: why there is no answer; None when there is one.
     """
@@ -56,6 +56,7 @@ class Answer:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     prompt_token_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
     num_tokens: int = 0
     finish_reason: str | None = None
     first_seconds: float = 0.0
@@ -150,9 +151,14 @@ def _read_whole(body: dict[str, Any], answer: Answer) -> None:
     answer.content = message.get("content") or ""
     answer.tool_calls = message.get("tool_calls") or []
     answer.finish_reason = choice["finish_reason"]
-    answer.num_tokens = body["usage"]["completion_tokens"]
+    _read_usage(body["usage"], answer)
     answer.token_ids = choice.get("token_ids") or []
     answer.prompt_token_ids = body.get("prompt_token_ids") or []
+
+
+def _read_usage(usage: dict[str, Any], answer: Answer) -> None:
+    answer.num_prompt_tokens = usage["prompt_tokens"]
+    answer.num_tokens = usage["completion_tokens"]
 
 
 async def _stream_into(client: httpx.AsyncClient, body: dict[str, Any], answer: Answer) -> AsyncIterator[None]:
@@ -166,7 +172,7 @@ async def _stream_into(client: httpx.AsyncClient, body: dict[str, Any], answer: 
                 raise ValueError(f"the server ended the stream: {chunk['error']}")
             answer.prompt_token_ids += chunk.get("prompt_token_ids") or []
             if chunk.get("usage"):
-                answer.num_tokens = chunk["usage"]["completion_tokens"]
+                _read_usage(chunk["usage"], answer)
             for choice in chunk["choices"]:
                 delta = choice["delta"]
                 answer.thought += delta.get("reasoning_content") or ""
@@ -404,7 +410,7 @@ def run(settings: Settings, console: Console) -> int:
             concurrency=settings.concurrency,
             stream=settings.stream,
             seconds=round(seconds, 2),
-            prompt_tokens=sum(len(answer.prompt_token_ids) for answer in answers),
+            prompt_tokens=sum(answer.num_prompt_tokens for answer in answers),
             results={
                 row.group: {
                     "cases": row.cases,
