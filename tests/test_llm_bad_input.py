@@ -112,7 +112,7 @@ def test_a_lone_surrogate_in_a_prompt_is_refused_with_its_place(llm: LLM, prompt
         (["hi"], r"messages is 'hi': it must be a list"),
         ([[{"role": "user", "content": "hi"}], [{"role": "elf", "content": "hi"}]], r"conversation 1: .*role is \"elf"),
         ([{"role": "user", "content": "hi"}, "hi"], r"messages\[1\] is \"hi\": it must be an object"),
-        ([{"role": "user", "content": object()}], r"messages holds a value that has no JSON form"),
+        ([{"role": "user", "content": object}], r"messages holds a value that has no JSON form"),
         ([[]], r"messages is empty"),
     ],
     ids=str,
