@@ -54,6 +54,8 @@ def make_plan(seq: int, operation: int = NOTHING, rank: int = 0) -> StepPlan:
 class FakeRunner:
     """Does what a plan's ``decode_slots`` (operation, rank) say. Rank r has room for 10 - r slots."""
 
+    depth = 1
+
     def __init__(self, config: EngineConfig, group: TpGroup, device: torch.device) -> None:
         self.group = group
         self.capacity: CacheCapacity | None = None

@@ -204,8 +204,16 @@ class Driver:
         seq_lens = [len(chunk) for _, chunk in rows]
         starts = [self.lengths[slot] for slot, _ in rows]
         ends = [start + length for start, length in zip(starts, seq_lens, strict=True)]
+        offsets = torch.tensor([0, *seq_lens]).cumsum(0).tolist()
+        chunks = [
+            (row, offsets[row] + first, min(64, length - first), starts[row] + first)
+            for row, length in enumerate(seq_lens)
+            for first in range(0, length, 64)
+        ]
         return PrefillBatch(
-            cu_seqlens=torch.tensor([0, *seq_lens]).cumsum(0).to(torch.int32),
+            cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
+            row_starts=torch.tensor(starts, dtype=torch.int32),
+            chunks=torch.tensor(chunks, dtype=torch.int32),
             slots=torch.tensor([slot for slot, _ in rows]),
             block_tables=self._block_tables([slot for slot, _ in rows], ends),
             seq_lens=seq_lens,

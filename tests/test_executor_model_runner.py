@@ -11,7 +11,8 @@ import torch
 from bireme.engine import EngineCore
 from bireme.engine_args import build_engine_config
 from bireme.executor.launcher import LocalExecutor, create_executor
-from bireme.executor.model_runner import ModelRunner, covering_range
+from bireme.executor.model_runner import ModelRunner
+from bireme.executor.slot_tables import covering_range
 from bireme.types import Request, SamplingParams
 
 NUM_SLOTS = 12

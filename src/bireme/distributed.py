@@ -64,6 +64,8 @@ class TpGroup(ABC):
 
     rank: int
     size: int
+    can_be_captured: bool = False
+    """Whether collectives can be recorded in a CUDA graph: they then neither wait for the host nor pass through it."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -95,6 +97,8 @@ class TpGroup(ABC):
 
 class NullGroup(TpGroup):
     """The group of a single rank: every collective is the identity."""
+
+    can_be_captured = True
 
     def __init__(self) -> None:
         self.rank = 0
@@ -285,6 +289,7 @@ class TorchGroup(TpGroup):
     def __init__(self, backend: str, store: Any, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
         self.size = size
+        self.can_be_captured = backend == "nccl"
         self._backend = backend
         self._device = device
         store = dist.PrefixStore(f"bireme/{backend}", store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -12,7 +13,8 @@ from bireme.errors import BiremeError, EngineDeadError, ExecutorError, InvalidRe
 from bireme.executor.protocol import Executor
 from bireme.scheduler.ledger import Ledger
 from bireme.scheduler.scheduler import Scheduler
-from bireme.types import EngineStats, FinishReason, Request, RequestOutput
+from bireme.step_account import StepAccount
+from bireme.types import EngineStats, FinishReason, Request, RequestOutput, StepPlan
 from bireme.validation import check_request
 
 __all__ = ["EngineCore", "check_request"]
@@ -31,6 +33,7 @@ class EngineCore:
     Attributes:
         capacity: what requests are checked against: the executor's capacity within the configured limits.
         error: why the engine is dead, or None.
+        account: what its steps were made of.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
@@ -47,9 +50,9 @@ class EngineCore:
         self.scheduler = Scheduler(limits, self.capacity, config.model.eos_token_ids, config.seed)
         self.ledger = Ledger()
         self._pending: list[RequestOutput] = []
-        self._num_steps = 0
+        self.account = StepAccount()
+        self._plans: deque[StepPlan] = deque()
         self._host_seconds = 0.0
-        self._model_seconds = 0.0
 
     @property
     def is_dead(self) -> bool:
@@ -106,15 +109,15 @@ class EngineCore:
                 if plan is None:
                     break
                 executor.submit(plan)
+                self._plans.append(plan)
             if scheduler.num_in_flight:
                 result = executor.collect()
                 started = time.perf_counter()
                 outputs = scheduler.commit(result)
                 self.ledger.record(outputs)
                 self._pending += outputs
+                self.account.add(self._plans.popleft(), result)
                 self._host_seconds += time.perf_counter() - started
-                self._model_seconds += result.model_seconds
-                self._num_steps += 1
         except ExecutorError as error:
             return self.fail(str(error))
         return self._take_pending()
@@ -140,7 +143,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot. ``host_seconds`` is schedule and commit; ``model_seconds`` is what rank 0 measured."""
-        scheduler = self.scheduler
+        scheduler, account = self.scheduler, self.account
         return EngineStats(
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
@@ -148,11 +151,12 @@ class EngineCore:
             num_slots=scheduler.slots.num_slots,
             num_free_blocks=scheduler.blocks.num_free,
             num_blocks=scheduler.blocks.num_blocks,
-            num_steps=self._num_steps,
+            num_steps=account.num_steps,
             num_prefill_tokens=scheduler.num_prefill_tokens,
             num_decode_tokens=scheduler.num_decode_tokens,
             host_seconds=self._host_seconds,
-            model_seconds=self._model_seconds,
+            model_seconds=account.model_seconds,
+            num_padding_rows=account.num_padding_rows,
         )
 
     def assert_idle(self) -> None:

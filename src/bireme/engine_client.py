@@ -13,8 +13,21 @@ import msgspec
 import zmq
 
 from bireme.config import CacheCapacity
-from bireme.engine_process import Abort, Add, Died, Drain, Drained, EngineProcess, FromEngine, Ready, Step, ToEngine
+from bireme.engine_process import (
+    Abort,
+    Add,
+    Died,
+    Drain,
+    Drained,
+    EngineProcess,
+    FromEngine,
+    Ready,
+    Step,
+    ToEngine,
+    Watch,
+)
 from bireme.errors import EngineDeadError
+from bireme.step_account import StepReport
 from bireme.types import EngineStats, FinishReason, Request, RequestOutput
 
 LAST_WORDS_SECONDS = 0.2
@@ -101,8 +114,10 @@ class EngineClient:
         loop: that loop.
         capacity: the engine's limits, once it is ready.
         stats: the engine's state after its last step.
+        report: what its steps were made of, as it last told; None before the first.
         error: why it is dead, or None. A dead client stays dead.
         has_left: it finished what it had and went, because somebody told it to.
+        on_report: called with each report.
         on_death: called once, when the engine dies, or leaves unasked by ``close``.
     """
 
@@ -111,6 +126,8 @@ class EngineClient:
         self.loop = asyncio.get_running_loop()
         self.capacity: CacheCapacity | None = None
         self.stats = EngineStats()
+        self.report: StepReport | None = None
+        self.on_report: Callable[[StepReport], object] | None = None
         self.error: str | None = None
         self.has_left = False
         self.on_death: Callable[[], object] | None = None
@@ -192,6 +209,11 @@ class EngineClient:
         if known and self.error is None:
             self._send(Abort(known))
 
+    def watch_steps(self, seconds: float) -> None:
+        """For so long, let the engine's reports show single steps."""
+        if self.is_ready:
+            self._send(Watch(seconds))
+
     def end_all(self) -> None:
         """Abort everything that is open; each request still gets its terminal output, an ABORT."""
         submissions, self._open = self._open, {}
@@ -238,6 +260,10 @@ class EngineClient:
                 return
             if type(message) is Step:
                 self.stats = message.stats
+                if message.report is not None:
+                    self.report = message.report
+                    if self.on_report is not None:
+                        self.on_report(message.report)
                 self._hand_out(message.outputs)
             else:
                 self._handle(message)

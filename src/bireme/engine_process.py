@@ -28,6 +28,7 @@ import zmq
 
 from bireme.config import CacheCapacity, EngineConfig
 from bireme.errors import BiremeError
+from bireme.step_account import StepReport
 from bireme.types import EngineStats, FinishReason, Request, RequestOutput
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ class Drain(msgspec.Struct, tag=True, array_like=True, frozen=True):
     seconds: float
 
 
+class Watch(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Client → engine: for ``seconds`` somebody looks at single steps."""
+
+    seconds: float
+
+
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Engine → client: requests may come."""
 
@@ -77,10 +84,14 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, array_like=True):
-    """Engine → client: what one step produced for all its requests together."""
+    """Engine → client: what one step produced for all its requests together.
+
+    ``report`` comes a few times a second, and when nothing is left to do.
+    """
 
     outputs: list[RequestOutput]
     stats: EngineStats
+    report: StepReport | None = None
 
 
 class Died(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -94,7 +105,7 @@ class Drained(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Engine → client, last: it was asked to leave and leaves."""
 
 
-ToEngine = Add | Abort | Drain
+ToEngine = Add | Abort | Drain | Watch
 FromEngine = Ready | Step | Died | Drained
 
 
@@ -371,8 +382,9 @@ def _serve(
             outputs += core.step()
         if core.is_dead:
             return outputs
-        if outputs or has_news:
-            publish(Step(outputs, core.stats()))
+        report = core.account.report(is_last=not core.has_unfinished)
+        if outputs or has_news or report is not None:
+            publish(Step(outputs, core.stats(), report))
 
 
 def _apply(core: EngineCore, message: ToEngine, leave: LeaveRequest) -> list[RequestOutput]:
@@ -389,6 +401,8 @@ def _apply(core: EngineCore, message: ToEngine, leave: LeaveRequest) -> list[Req
                 core.abort(request_id)
         case Drain(seconds):
             leave.within(seconds)
+        case Watch(seconds):
+            core.account.watch(seconds)
     return []
 
 

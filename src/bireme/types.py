@@ -206,6 +206,7 @@ class RequestOutput(msgspec.Struct, array_like=True):
     ``prompt_logprobs`` arrives once, with the first token: one entry a prompt token, None for the first.
     ``error`` is set exactly when ``finish_reason`` is ERROR. ``is_invalid``: the request can never be served (400);
     ``error_param`` then names the field at fault, if one is. ``is_overloaded``: the queue was full, retry later (429).
+    ``phase_seconds`` comes with the first token: how long the request waited for its slot, and then for that token.
     """
 
     request_id: str
@@ -219,6 +220,7 @@ class RequestOutput(msgspec.Struct, array_like=True):
     num_cached_tokens: int = 0
     error_param: str | None = None
     is_overloaded: bool = False
+    phase_seconds: tuple[float, float] | None = None
 
 
 class NewRequest(msgspec.Struct, array_like=True, frozen=True):
@@ -271,6 +273,7 @@ class StepOutput(msgspec.Struct, array_like=True):
 
     ``logprobs[i]`` is None for rows that asked for none (the whole list is None when no row asked).
     ``prompt_logprobs`` maps a slot to the entries of the prompt tokens whose predictions this step computed.
+    ``num_padding_rows`` rows ran beside the plan's decode rows, to fill the bucket of a captured graph.
     """
 
     seq: int
@@ -278,9 +281,10 @@ class StepOutput(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     model_seconds: float = 0.0
+    num_padding_rows: int = 0
 
 
-class EngineStats(msgspec.Struct, kw_only=True):
+class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """A snapshot of the engine: gauges now, counters since start (``*_seconds`` are sums over steps)."""
 
     num_waiting: int = 0
@@ -294,3 +298,4 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_decode_tokens: int = 0
     host_seconds: float = 0.0
     model_seconds: float = 0.0
+    num_padding_rows: int = 0

@@ -31,6 +31,7 @@ from bireme.executor.worker import (
     HELLO,
     Channel,
     ChannelClosed,
+    Deferred,
     Launch,
     Runner,
     RunnerFactory,
@@ -45,6 +46,9 @@ DEFAULT_RUNNER = "bireme.executor.model_runner:ModelRunner"
 
 _SLICE_SECONDS = 0.1
 """How long the driver waits for a rank before it looks again whether the executor has been poisoned."""
+
+_DEVICE_POLL_SECONDS = 20e-6
+"""How often a step that runs on several GPUs is looked at."""
 
 _CAUSE_SECONDS = 1.0
 """How long a first cause may take to show (an exit status, a last message) after its consequence was seen."""
@@ -165,7 +169,7 @@ class LocalExecutor:
         self._group: TpGroup = NullGroup()
         self._rendezvous: Rendezvous | None = None
         self._next_seq = 0
-        self._pending: deque[tuple[int, StepOutput]] = deque()
+        self._pending: deque[tuple[int, StepOutput | Deferred]] = deque()
         self._doing = "starting"
         self._is_started = False
         self._deadline = math.inf
@@ -221,6 +225,7 @@ class LocalExecutor:
             message = self._receive(rank)
             if not isinstance(message, Ready) or message.rank != rank.rank:
                 self._fail(f"rank {rank.rank} answered {message!r} where it should have been ready")
+        self.depth = self._runner.depth
         self._deadline = math.inf
         self._doing = "idle before plan 0"
         self._is_started = True
@@ -319,15 +324,35 @@ class LocalExecutor:
         self._raise_if_poisoned()
         if not self._pending:
             raise ExecutorError("collect() was called with no plan outstanding")
-        seq, output = self._pending[0]
+        seq, pending = self._pending[0]
+        output = self._answer(seq, pending)
         for rank in self._ranks:
             message = self._receive(rank)
             if not isinstance(message, Done) or message.rank != rank.rank or message.seq != seq:
                 self._fail(f"rank {rank.rank} answered {_name(message)} where it owed plan {seq}")
         self._pending.popleft()
-        self._deadline = math.inf
+        if self._pending:
+            self._set_deadline(self._step_timeout)
+        else:
+            self._deadline = math.inf
         self._doing = f"idle after plan {seq}"
         return output
+
+    def _answer(self, seq: int, pending: StepOutput | Deferred) -> StepOutput:
+        """Rank 0's output of plan ``seq``, once its device has it."""
+        if isinstance(pending, StepOutput):
+            return pending
+        self._doing = f"waiting for the device to finish plan {seq}"
+        try:
+            while self._ranks and not pending.is_ready:
+                # A collective whose peer is gone never ends: do not wait inside CUDA.
+                self._raise_if_poisoned()
+                time.sleep(_DEVICE_POLL_SECONDS)
+            return pending.result()
+        except ExecutorError:
+            raise
+        except BaseException as error:
+            self._fail_rank0(error, self._doing)
 
     def check(self) -> None:
         """Raise ExecutorError if the executor is poisoned, a rank is gone, or one speaks without being asked."""

@@ -43,14 +43,30 @@ _PR_SET_PDEATHSIG = 1
 _HEADER = struct.Struct("<Q")
 
 
+class Deferred(Protocol):
+    """The output of a plan that a device is still at: see ``deferred.DeferredOutput``."""
+
+    seq: int
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def result(self) -> StepOutput: ...
+
+
 class Runner(Protocol):
-    """What a rank runs plans with: ``model_runner.ModelRunner``, or a stand-in in tests."""
+    """What a rank runs plans with: ``model_runner.ModelRunner``, or a stand-in in tests.
+
+    ``depth``: plans that it takes before the first one's output is read (see ``protocol.Executor``).
+    """
+
+    depth: int
 
     def load(self) -> CacheCapacity: ...
 
     def allocate(self, capacity: CacheCapacity) -> None: ...
 
-    def execute(self, plan: StepPlan) -> StepOutput | None: ...
+    def execute(self, plan: StepPlan) -> StepOutput | Deferred | None: ...
 
     def close(self) -> None: ...
 

@@ -11,19 +11,26 @@ from torch import Tensor
 class PrefillBatch:
     """The prefill rows of a step, packed one after another behind the decode rows.
 
-    ``seq_lens`` and ``starts`` are the same numbers on the host, so that no kernel needs a device sync.
+    Kernels for CUDA read the tensors only, so that a graph of them serves any rows that fit: a row may then have no
+    token, and the tokens that pad the step belong to a last row on slot 0. ``seq_lens`` and ``starts`` are the same
+    numbers on the host, for kernels that loop there.
 
     Attributes:
-        cu_seqlens: [P + 1] int32, offsets of the rows within the packed prefill tokens.
         slots: [P] int64 state slots.
         block_tables: [P, max_blocks] int32.
-        seq_lens: tokens of each row's chunk (≥ 1).
-        starts: tokens of each row computed before this chunk (0: state starts from zero).
+        cu_seqlens: [P + 1] int32, offsets of the rows within the packed prefill tokens.
+        row_starts: [P] int32, tokens of each row computed before this chunk (0: state starts from zero).
+        chunks: [C, 4] int32, the rows cut into pieces of 64 tokens: (row, first packed token, number of tokens, tokens
+            of the row before it). An entry without tokens is padding.
+        seq_lens: tokens of each row.
+        starts: ``row_starts`` on the host.
     """
 
-    cu_seqlens: Tensor
     slots: Tensor
     block_tables: Tensor
+    cu_seqlens: Tensor
+    row_starts: Tensor
+    chunks: Tensor
     seq_lens: list[int]
     starts: list[int]
 

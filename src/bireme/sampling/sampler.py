@@ -83,6 +83,13 @@ class Sampler:
         table = score(raw, rows.logprobs.of(token_ids), max(rows.logprobs.counts))
         return SampledRows(token_ids, table, rows.logprobs)
 
+    def needs_tokens(self, slots: list[int]) -> bool:
+        """Whether a row among ``slots`` is drawn by what its earlier tokens were, so that ``observe`` must see them."""
+        return False
+
+    def observe(self, slots: list[int], token_ids: list[int]) -> None:
+        """Take note of what a step drew, in the order of steps; called for the steps that ``needs_tokens`` names."""
+
     def _edits_logits(self, rows: StepRows) -> bool:
         edits = (self.tables.masked_ids, rows.bias, rows.penalties, rows.suppression)
         return any(edit is not None for edit in edits)

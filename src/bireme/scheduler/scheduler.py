@@ -7,6 +7,7 @@ counters say where it is; there are no phases.
 from __future__ import annotations
 
 import random
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class RequestState:
         num_computed_tokens: of these, tokens whose step is committed.
         last_seq: the last plan that holds a row of it; -1 before the first.
         finish_reason: set once it has ended, though rows of it may still be in flight.
+        queued_at: when it came, on the monotonic clock.
+        admitted_at: when it got its slot, likewise; 0 before.
     """
 
     request: Request
@@ -70,6 +73,8 @@ class RequestState:
     last_seq: int = -1
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    queued_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -259,6 +264,7 @@ class Scheduler:
         """Give the head of the queue its slot and every block of its life."""
         request = state.request
         del self._waiting[request.request_id]
+        state.admitted_at = time.monotonic()
         state.slot = self.slots.allocate()
         state.block_table = self.blocks.allocate(blocks_needed(state.num_lifetime_tokens, self.capacity.block_size))
         state.num_scheduled_tokens = state.num_computed_tokens = state.num_cached_tokens
@@ -311,6 +317,7 @@ class Scheduler:
                     result.logprobs = [entry]
             if num_output_tokens == 1:
                 result.num_cached_tokens = state.num_cached_tokens
+                result.phase_seconds = (state.admitted_at - state.queued_at, time.monotonic() - state.admitted_at)
                 result.prompt_logprobs = state.prompt_logprobs
                 state.prompt_logprobs = None
             outputs.append(result)
