@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from scheduler_helpers import model_config
 
 from bireme.cache.capacity import (
+    DEVICE_RESERVE_BYTES,
+    activation_bytes,
     available_memory,
     cpu_available_bytes,
     describe,
@@ -99,11 +101,18 @@ def test_with_room_for_everything_all_limits_hold_and_blocks_are_capped():
 
 
 def test_27b_at_tp2_holds_16_slots_and_32k_tokens_beside_its_weights_in_48_gb():
-    free = available_memory(config(), device_memory=(48 * 10**9 - 27_500_000_000, 48 * 10**9))
-    assert free == int(48 * 10**9 * 0.9) - 27_500_000_000
-    capacity, warnings = plan_capacity(config(tp_size=2, max_num_seqs=16, max_model_len=32768), free, 27_500_000_000)
+    asked = config(tp_size=2, max_num_seqs=16, max_model_len=32768)
+    free = available_memory(asked, device_memory=(48 * 10**9 - 27_500_000_000, 48 * 10**9))
+    assert free == int(48 * 10**9 * 0.9) - 27_500_000_000 - activation_bytes(asked) - DEVICE_RESERVE_BYTES
+    capacity, warnings = plan_capacity(asked, free, 27_500_000_000)
     assert warnings == []
     assert capacity.num_slots == 16 and capacity.num_tokens >= 32768 and capacity.max_model_len == 32768
+
+
+def test_the_estimate_of_activations_grows_with_the_step_and_shrinks_with_the_split():
+    small, large = (activation_bytes(config(max_num_batched_tokens=tokens)) for tokens in (1024, 8192))
+    assert small < large < 9 * small
+    assert activation_bytes(config(tp_size=2)) < activation_bytes(config())
 
 
 def test_slots_that_do_not_fit_are_lowered_with_the_numbers_and_the_flag():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bireme.config import CacheCapacity, EngineConfig, ModelConfig, rank_shape
+from bireme.config import CHUNK_ALIGNMENT, CacheCapacity, EngineConfig, ModelConfig, rank_shape
 from bireme.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -19,6 +19,8 @@ CPU_BUDGET_SHARE = 0.4
 CPU_REQUEST_SHARE = 0.9
 TOKENS_PER_SLOT = 1024
 """Tokens of KV that every slot should come with: slots beyond that would wait for blocks."""
+DEVICE_RESERVE_BYTES = 3 * 2**29
+"""Kept free on a device for libraries' workspaces, graphs and the samplers' tables."""
 
 
 def state_bytes_per_slot(model: ModelConfig, tp_size: int, dtype: str) -> int:
@@ -40,6 +42,24 @@ def kv_bytes_per_token(model: ModelConfig, tp_size: int, dtype: str) -> int:
 def kv_bytes_per_block(model: ModelConfig, tp_size: int, dtype: str, block_size: int) -> int:
     """Bytes of one KV block on one rank."""
     return kv_bytes_per_token(model, tp_size, dtype) * block_size
+
+
+def activation_bytes(config: EngineConfig) -> int:
+    """An upper estimate of what one step's tensors take on one rank, for the largest step that may be planned.
+
+    Per token: the residual stream and its neighbours (4·H), an MLP's three intermediates, the linear-attention
+    projection and output, that layer's float32 q, k, v and their transforms, and one state a chunk of 64. Per row that
+    samples: float32 logits and two copies.
+    """
+    model, limits, num_bytes = config.model, config.scheduler, DTYPE_BYTES[config.dtype]
+    shape = rank_shape(model, config.parallel.tp_size)
+    keys = shape.linear_num_key_heads * model.linear_key_head_dim
+    values = shape.linear_num_value_heads * model.linear_value_head_dim
+    narrow = 4 * model.hidden_size + 3 * shape.intermediate_size + 2 * keys + 3 * values
+    states = values * model.linear_key_head_dim * DTYPE_BYTES["float32"] // CHUNK_ALIGNMENT
+    per_token = narrow * num_bytes + 16 * (keys + values) + states
+    per_row = 3 * model.vocab_size * DTYPE_BYTES["float32"]
+    return (limits.max_num_batched_tokens + limits.max_num_seqs) * per_token + limits.max_num_seqs * per_row
 
 
 def check_memory_flag(config: EngineConfig) -> None:
@@ -187,8 +207,8 @@ def describe(capacity: CacheCapacity, tp_size: int = 1) -> list[str]:
 def available_memory(config: EngineConfig, device_memory: tuple[int, int] | None = None) -> int:
     """Bytes that state and KV may use on this rank; ask when the weights are in.
 
-    On a device: ``gpu_memory_utilization`` of all of it, less what is in use; ranks that share one GPU (``device``
-    names it) get equal parts. On the CPU: the least of 4 GiB and 40 % of the machine's available memory, shared by the
+    On a device: ``gpu_memory_utilization`` of all of it, less what is in use, less ``activation_bytes`` and a reserve;
+    ranks that share one GPU (``device`` names it) get equal parts. On the CPU: the least of 4 GiB and 40 % of the machine's available memory, shared by the
     ranks; 90 % of it where ``memory_bytes`` asks for an amount.
 
     Args:
@@ -201,7 +221,8 @@ def available_memory(config: EngineConfig, device_memory: tuple[int, int] | None
     if device_memory is not None:
         free, total = device_memory
         num_sharing = config.parallel.tp_size if ":" in config.device else 1
-        return (int(total * config.cache.gpu_memory_utilization) - (total - free)) // num_sharing
+        left = (int(total * config.cache.gpu_memory_utilization) - (total - free)) // num_sharing
+        return left - activation_bytes(config) - DEVICE_RESERVE_BYTES
     asked = config.cache.memory_bytes
     machine = cpu_available_bytes()
     if machine is None:

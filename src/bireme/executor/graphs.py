@@ -86,6 +86,38 @@ class Forwarded:
     output_positions: Tensor
     final_slots: Tensor | None
 
+    def borrowed(self) -> Forwarded:
+        """The same memory without owning it. The graphs share one pool, and only the last replay's result is ever
+        read, so that each may overwrite the others': 512 rows of logits alone are half a gigabyte."""
+        return Forwarded(
+            hidden=borrow(self.hidden),
+            logits=None if self.logits is None else borrow(self.logits),
+            next_positions=borrow(self.next_positions),
+            output_positions=borrow(self.output_positions),
+            final_slots=self.final_slots,
+        )
+
+
+class _DeviceMemory:
+    """An address that torch takes for somebody else's memory."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """A tensor over the memory of a contiguous CUDA tensor, which does not keep that memory allocated."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not num_bytes:
+        return torch.empty_like(tensor)
+    flat = torch.as_tensor(_DeviceMemory(tensor.data_ptr(), num_bytes), device=tensor.device)
+    return flat.view(tensor.dtype).view(tensor.shape)
+
 
 Forward = Callable[[Tensor, PrefillInputs | None, int, int], Forwarded]
 """(slots of the decode rows [D], prefill inputs, bound of a chunk's tokens, bound of a context) → result."""
@@ -121,7 +153,7 @@ class StepGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 result = self._run(shape)
-            self._graphs[shape] = (graph, result)
+            self._graphs[shape] = (graph, result.borrowed())
             progress(number + 1, len(self._shapes))
 
     def find(self, plan: StepPlan) -> Shape | None:

@@ -116,7 +116,7 @@ class PenaltyRows(Group):
 class DrawRows(Group):
     """Rows that draw. [n, 1] each: temperature float32; min_p float32 (None: off for all); top_k int64, top_p float64.
 
-    ``largest_k`` bounds top_k on the host.
+    ``smallest_k`` and ``largest_k`` bound top_k on the host.
     """
 
     keys: RoundKeys
@@ -124,6 +124,7 @@ class DrawRows(Group):
     min_p: Tensor | None
     top_k: Tensor
     top_p: Tensor
+    smallest_k: int
     largest_k: int
 
 
@@ -353,6 +354,7 @@ class SlotSampling:
             columns["min_p"].to(torch.float32) if used & Feature.MIN_P else None,
             columns["top_k"],
             columns["top_p"],
+            int(self._top_k[slots[rows]].min()),
             int(self._top_k[slots[rows]].max()),
         )
 

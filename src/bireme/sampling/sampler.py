@@ -146,7 +146,27 @@ def _edit(logits: Tensor, group: Group, change: Callable[[Tensor], Tensor]) -> N
         logits[group.index] = change(logits[group.index])
 
 
+def _draw_by_kernels(rows: DrawRows, logits: Tensor, output_positions: Tensor, *, filtered: bool) -> Tensor:
+    from bireme.kernels.triton.sampling import draw_tokens
+
+    seed_low, seed_high = rows.keys[0]
+    return draw_tokens(
+        rows.of(logits),
+        rows.temperature,
+        seed_low,
+        seed_high,
+        rows.of(output_positions),
+        min_p=rows.min_p,
+        top_k=rows.top_k if filtered else None,
+        top_p=rows.top_p if filtered else None,
+        smallest_k=rows.smallest_k,
+        largest_k=rows.largest_k,
+    )
+
+
 def _draw_plain(rows: DrawRows, logits: Tensor, output_positions: Tensor) -> Tensor:
+    if logits.is_cuda:
+        return _draw_by_kernels(rows, logits, output_positions, filtered=False)
     weights = weights_of(rows.of(logits), rows.temperature)
     if rows.min_p is not None:
         min_p_filter(weights, rows.min_p)
@@ -154,6 +174,8 @@ def _draw_plain(rows: DrawRows, logits: Tensor, output_positions: Tensor) -> Ten
 
 
 def _draw_filtered(rows: DrawRows, logits: Tensor, output_positions: Tensor) -> Tensor:
+    if logits.is_cuda:
+        return _draw_by_kernels(rows, logits, output_positions, filtered=True)
     logits, positions = rows.of(logits), rows.of(output_positions)
     tile = max(1, FILTER_TILE // rows.largest_k)
     token_ids = []
