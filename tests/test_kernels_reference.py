@@ -25,6 +25,15 @@ def offsets_of(seq_lens: list[int]) -> Tensor:
     return torch.tensor([0, *seq_lens]).cumsum(0).to(torch.int32)
 
 
+def chunks_of(seq_lens: list[int], starts: list[int]) -> Tensor:
+    """Entries (row, first packed token, number of tokens, tokens of the row before it) of up to 64 tokens."""
+    entries, begin = [], 0
+    for row, (length, start) in enumerate(zip(seq_lens, starts, strict=True)):
+        entries += [(row, begin + at, min(64, length - at), start + at) for at in range(0, length, 64)]
+        begin += length
+    return torch.tensor(entries, dtype=torch.int32)
+
+
 # norms, activation, vocabulary
 
 
@@ -116,6 +125,11 @@ def dense_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return torch.einsum("hls,shd->lhd", weights, values).float()
 
 
+def gated(attended: Tensor, gate: Tensor) -> Tensor:
+    """[L, Hq, D] → [L, Hq·D], as the kernels return it."""
+    return (attended * torch.sigmoid(gate)).flatten(1)
+
+
 @pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 4), (2, 1), (4, 2), (6, 2), (3, 3)])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_decode_attention_equals_dense_softmax_for_every_group_size(group, num_kv_heads, block_size):
@@ -123,9 +137,10 @@ def test_decode_attention_equals_dense_softmax_for_every_group_size(group, num_k
     k_cache, v_cache, tables, keys, values = paged_case(contexts, num_kv_heads=num_kv_heads, block_size=block_size)
     query = torch.randn(len(contexts), group * num_kv_heads, 16)
     lens = torch.tensor(contexts, dtype=torch.int32)
-    out = ops.paged_decode_attention(query, k_cache, v_cache, tables, lens, max(contexts))
+    gate = torch.randn_like(query)
+    out = ops.paged_decode_attention(query, gate, k_cache, v_cache, tables, lens, max(contexts))
     for row in range(len(contexts)):
-        expected = dense_attention(query[row : row + 1], keys[row], values[row])
+        expected = gated(dense_attention(query[row : row + 1], keys[row], values[row]), gate[row : row + 1])
         torch.testing.assert_close(out[row : row + 1], expected, atol=1e-5, rtol=1e-5)
 
 
@@ -133,9 +148,9 @@ def test_decode_attention_over_several_spans_equals_one_span(monkeypatch):
     contexts = [3, 70, 200]
     k_cache, v_cache, tables, _, _ = paged_case(contexts, num_kv_heads=2, block_size=16)
     query, lens = torch.randn(3, 12, 16), torch.tensor(contexts, dtype=torch.int32)
-    whole = ops.paged_decode_attention(query, k_cache, v_cache, tables, lens, 200)
+    whole = ops.paged_decode_attention(query, query, k_cache, v_cache, tables, lens, 200)
     monkeypatch.setattr(attention, "SPAN_PAIRS", 3 * 32)
-    pieces = ops.paged_decode_attention(query, k_cache, v_cache, tables, lens, 200)
+    pieces = ops.paged_decode_attention(query, query, k_cache, v_cache, tables, lens, 200)
     torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-5)
 
 
@@ -144,10 +159,11 @@ def test_a_padding_row_of_length_zero_does_not_disturb_its_neighbours():
     query = torch.randn(3, 4, 16)
     padded_tables = torch.cat((torch.zeros(1, 2, dtype=torch.int32), tables, torch.zeros(1, 2, dtype=torch.int32)))
     lens = torch.tensor([0, 20, 0], dtype=torch.int32)
-    out = ops.paged_decode_attention(query, k_cache, v_cache, padded_tables, lens, 20)
-    torch.testing.assert_close(out[1:2], dense_attention(query[1:2], keys[0], values[0]), atol=1e-5, rtol=1e-5)
+    out = ops.paged_decode_attention(query, query, k_cache, v_cache, padded_tables, lens, 20)
+    expected = gated(dense_attention(query[1:2], keys[0], values[0]), query[1:2])
+    torch.testing.assert_close(out[1:2], expected, atol=1e-5, rtol=1e-5)
     k_cache[0], v_cache[0] = 0.0, 0.0
-    assert ops.paged_decode_attention(query, k_cache, v_cache, padded_tables, lens, 20).isfinite().all()
+    assert ops.paged_decode_attention(query, query, k_cache, v_cache, padded_tables, lens, 20).isfinite().all()
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -158,10 +174,13 @@ def test_prefill_attention_of_packed_chunks_with_history_equals_dense_softmax(bl
     contexts = [start + length for start, length in zip(starts, seq_lens, strict=True)]
     k_cache, v_cache, tables, keys, values = paged_case(contexts, num_kv_heads=2, block_size=block_size)
     query = torch.randn(sum(seq_lens), 12, 16)
-    out = ops.paged_prefill_attention(query, k_cache, v_cache, tables, offsets_of(seq_lens), seq_lens, starts)
-    pieces = zip(out.split(seq_lens), query.split(seq_lens), keys, values, strict=True)
-    for row, (found, asked, row_keys, row_values) in enumerate(pieces):
-        expected = dense_attention(asked, row_keys, row_values)
+    gate = torch.randn_like(query)
+    out = ops.paged_prefill_attention(
+        query, gate, k_cache, v_cache, tables, offsets_of(seq_lens), torch.tensor(starts), seq_lens, starts
+    )
+    pieces = zip(out.split(seq_lens), query.split(seq_lens), gate.split(seq_lens), keys, values, strict=True)
+    for row, (found, asked, row_gate, row_keys, row_values) in enumerate(pieces):
+        expected = gated(dense_attention(asked, row_keys, row_values), row_gate)
         torch.testing.assert_close(
             found, expected, atol=1e-5, rtol=1e-5, msg=lambda text, row=row: f"row {row}: {text}"
         )
@@ -172,11 +191,13 @@ def test_attention_in_bfloat16_rounds_only_its_result():
     k_cache, v_cache, tables, keys, values = paged_case(contexts, num_kv_heads=2, block_size=64)
     query = torch.randn(2, 4, 16).bfloat16()
     lens = torch.tensor(contexts, dtype=torch.int32)
-    out = ops.paged_decode_attention(query, k_cache.bfloat16(), v_cache.bfloat16(), tables, lens, 100)
+    gate = torch.randn_like(query)
+    out = ops.paged_decode_attention(query, gate, k_cache.bfloat16(), v_cache.bfloat16(), tables, lens, 100)
     assert out.dtype is torch.bfloat16
     for row in range(2):
         expected = dense_attention(query[row : row + 1], keys[row].bfloat16(), values[row].bfloat16())
-        torch.testing.assert_close(out[row : row + 1], expected.bfloat16(), atol=1e-3, rtol=1e-2)
+        expected = gated(expected, gate[row : row + 1].float())
+        torch.testing.assert_close(out[row : row + 1].float(), expected, atol=4e-3, rtol=2e-2)
 
 
 def test_query_and_key_are_normalised_rotated_and_stored_where_told():
@@ -220,10 +241,16 @@ def test_query_and_key_are_normalised_rotated_and_stored_where_told():
         assert torch.equal(finite, written[:, None].expand(-1, num_kv_heads))
 
 
-def test_the_output_gate_is_a_sigmoid():
-    x, gate = torch.randn(3, 4, 8), torch.randn(3, 4, 8)
-    expected = (x * torch.sigmoid(gate)).flatten(1)
-    torch.testing.assert_close(ops.sigmoid_mul(x, gate), expected)
+def test_attention_fills_the_buffer_that_it_is_given():
+    k_cache, v_cache, tables, _, _ = paged_case([20, 9], num_kv_heads=2, block_size=16)
+    query, gate = torch.randn(2, 4, 16), torch.randn(2, 4, 16)
+    out, lens = torch.full((5, 64), torch.nan), torch.tensor([20, 9], dtype=torch.int32)
+    expected = ops.paged_decode_attention(query, gate, k_cache, v_cache, tables, lens, 20)
+    ops.paged_decode_attention(query, gate, k_cache, v_cache, tables, lens, 20, out[:2])
+    chunk = (k_cache, v_cache, tables, offsets_of([1, 1]), lens - 1, [1, 1], [19, 8])
+    ops.paged_prefill_attention(query, gate, *chunk, out[2:4])
+    torch.testing.assert_close(out[:4], torch.cat((expected, expected)))
+    assert out[4].isnan().all()
 
 
 # gated delta rule
@@ -289,6 +316,8 @@ class Delta:
             self.conv,
             torch.tensor(slots),
             offsets_of(seq_lens),
+            torch.tensor(starts, dtype=torch.int32),
+            chunks_of(seq_lens, starts),
             seq_lens,
             starts,
             EPS,

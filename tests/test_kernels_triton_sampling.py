@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from bireme.kernels.triton import sampling as kernels  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-VOCABULARIES = [7, 130, 5003] if INTERPRETED else [7, 130, 5003, 151_936, 248_320]
+VOCABULARIES = [7, 4200] if INTERPRETED else [7, 130, 5003, 151_936, 248_320]
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
@@ -83,7 +83,7 @@ def test_a_draw_from_all_tokens_is_the_plain_draw(vocab_size, min_p, ties):
 def test_top_k_and_top_p_leave_exactly_the_tokens_of_the_plain_filter(vocab_size, top_k, top_p, ties):
     k = torch.tensor([[min(vocab_size, vocab_size if value is None else value)] for value in top_k])
     p = torch.tensor([[value] for value in top_p], dtype=torch.float64)
-    for seed in range(3):
+    for seed in range(1 if INTERPRETED else 3):
         rows = rows_of(vocab_size, ties=ties, seed=seed)
         assert drawn(*rows, None, k, p).tolist() == expected(*rows, None, k, p).tolist()
 

@@ -208,8 +208,8 @@ def available_memory(config: EngineConfig, device_memory: tuple[int, int] | None
     """Bytes that state and KV may use on this rank; ask when the weights are in.
 
     On a device: ``gpu_memory_utilization`` of all of it, less what is in use, less ``activation_bytes`` and a reserve;
-    ranks that share one GPU (``device`` names it) get equal parts. On the CPU: the least of 4 GiB and 40 % of the machine's available memory, shared by the
-    ranks; 90 % of it where ``memory_bytes`` asks for an amount.
+    ranks that share one GPU (``device`` names it) get equal parts. On the CPU: the least of 4 GiB and
+    40 % of the machine's available memory, shared by the ranks; 90 % of it where ``memory_bytes`` asks for an amount.
 
     Args:
         config: the engine's configuration.

@@ -7,6 +7,7 @@ to know about them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -123,8 +124,35 @@ Forward = Callable[[Tensor, PrefillInputs | None, int, int], Forwarded]
 """(slots of the decode rows [D], prefill inputs, bound of a chunk's tokens, bound of a context) → result."""
 
 
+Step = Callable[[], Forwarded]
+
+Recorder = Callable[[Step], Step]
+"""A step that runs on fixed buffers → what repeats it (its result is valid until the next repetition of any)."""
+
+
+def cuda_recorder() -> Recorder:
+    """Records into CUDA graphs of one memory pool."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(step: Step) -> Step:
+        step()  # compiles the kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            result = step()
+        result = result.borrowed()
+
+        def replay() -> Forwarded:
+            graph.replay()
+            return result
+
+        return replay
+
+    return record
+
+
 class StepGraphs:
-    """Captures and replays.
+    """Records a step of each shape, and repeats the one that holds a plan.
 
     Args:
         forward: the step without its sampling, as a function of device tensors only.
@@ -141,19 +169,13 @@ class StepGraphs:
         sizes = [_sizes(shape) for shape in shapes if shape.num_tokens]
         num_bytes = max((size.num_bytes for size in sizes), default=0)
         self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Forwarded]] = {}
+        self._steps: dict[Shape, Step] = {}
         self._rows: tuple[list[int], int] = ([], 0)
 
-    def capture(self, progress: Callable[[int, int], None]) -> None:
-        """Run every shape once, which compiles its kernels, and capture it. All ranks capture in the same order."""
-        pool = torch.cuda.graph_pool_handle()
+    def capture(self, record: Recorder, progress: Callable[[int, int], None]) -> None:
+        """Record every shape. All ranks do it in the same order."""
         for number, shape in enumerate(self._shapes):
-            self._run(shape)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                result = self._run(shape)
-            self._graphs[shape] = (graph, result.borrowed())
+            self._steps[shape] = record(functools.partial(self._run, shape))
             progress(number + 1, len(self._shapes))
 
     def find(self, plan: StepPlan) -> Shape | None:
@@ -178,9 +200,7 @@ class StepGraphs:
                 sizes=sizes,
             )
             self._buffer[: sizes.num_bytes].copy_(to_device(packed, torch.uint8, self._buffer.device))
-        graph, result = self._graphs[shape]
-        graph.replay()
-        return result
+        return self._steps[shape]()
 
     def _run(self, shape: Shape) -> Forwarded:
         prefill = None

@@ -60,29 +60,30 @@ class Attention(Layer):
             self.qkv_proj.forward(x), self.qk_weight, cos, sin, k_cache, v_cache, batch.kv_indices, self.eps
         )
         split, prefill = batch.num_decode, batch.prefill
-        outputs = []
+        # Rows of both kinds: each kernel fills its part of one buffer.
+        out = query.new_empty(query.shape[0], query[0].numel()) if split and prefill is not None else None
         if split:
-            outputs.append(
-                ops.paged_decode_attention(
-                    query[:split],
-                    k_cache,
-                    v_cache,
-                    batch.decode_block_tables,
-                    batch.decode_context_lens,
-                    batch.max_decode_context,
-                )
+            attended = ops.paged_decode_attention(
+                query[:split],
+                gate[:split],
+                k_cache,
+                v_cache,
+                batch.decode_block_tables,
+                batch.decode_context_lens,
+                batch.max_decode_context,
+                None if out is None else out[:split],
             )
         if prefill is not None:
-            outputs.append(
-                ops.paged_prefill_attention(
-                    query[split:],
-                    k_cache,
-                    v_cache,
-                    prefill.block_tables,
-                    prefill.cu_seqlens,
-                    prefill.seq_lens,
-                    prefill.starts,
-                )
+            attended = ops.paged_prefill_attention(
+                query[split:],
+                gate[split:],
+                k_cache,
+                v_cache,
+                prefill.block_tables,
+                prefill.cu_seqlens,
+                prefill.row_starts,
+                prefill.seq_lens,
+                prefill.starts,
+                None if out is None else out[split:],
             )
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self.o_proj.forward(ops.sigmoid_mul(out, gate))
+        return self.o_proj.forward(attended if out is None else out)

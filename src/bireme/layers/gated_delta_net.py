@@ -33,6 +33,7 @@ class GatedDeltaNet(Layer):
         values = num_v_heads * model.linear_value_head_dim
         channels = 2 * keys + values
         self.eps = model.rms_norm_eps
+        self.values = values
         self.kernels = kernels.for_device(device)
         self.in_proj = ColumnParallelLinear(model.hidden_size, channels + values + 2 * num_v_heads, device=device)
         self.out_proj = RowParallelLinear(values, model.hidden_size, group, device=device)
@@ -55,32 +56,36 @@ class GatedDeltaNet(Layer):
         mixed = self.in_proj.forward(x)
         weights = (self.conv_weight, self.dt_bias, self.neg_exp_a, self.norm_weight)
         split, prefill = batch.num_decode, batch.prefill
-        outputs = []
+        # Both row kinds write into one buffer; with one kind only, the kernel's own result is that buffer.
+        mixes = split > 0 and prefill is not None
+        out = mixed.new_empty(len(mixed), self.values) if mixes else None
         if split:
-            outputs.append(
-                ops.gdn_decode(
-                    mixed[:split],
-                    *weights,
-                    recurrent,
-                    conv,
-                    batch.decode_slots,
-                    batch.decode_slot_range,
-                    batch.decode_in_order,
-                    self.eps,
-                )
+            decoded = ops.gdn_decode(
+                mixed[:split],
+                *weights,
+                recurrent,
+                conv,
+                batch.decode_slots,
+                batch.decode_slot_range,
+                batch.decode_in_order,
+                self.eps,
+                None if out is None else out[:split],
             )
-        if prefill is not None:
-            outputs.append(
-                ops.gdn_prefill(
-                    mixed[split:],
-                    *weights,
-                    recurrent,
-                    conv,
-                    prefill.slots,
-                    prefill.cu_seqlens,
-                    prefill.seq_lens,
-                    prefill.starts,
-                    self.eps,
-                )
-            )
-        return self.out_proj.forward(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+            if prefill is None:
+                return self.out_proj.forward(decoded)
+        assert prefill is not None
+        prefilled = ops.gdn_prefill(
+            mixed[split:],
+            *weights,
+            recurrent,
+            conv,
+            prefill.slots,
+            prefill.cu_seqlens,
+            prefill.row_starts,
+            prefill.chunks,
+            prefill.seq_lens,
+            prefill.starts,
+            self.eps,
+            None if out is None else out[split:],
+        )
+        return self.out_proj.forward(prefilled if out is None else out)

@@ -29,7 +29,11 @@ class ColumnParallelLinear(Layer):
 
 
 class RowParallelLinear(Layer):
-    """This rank's part of the input, [N, in_size] → the whole output [N, out_size], summed over the group."""
+    """This rank's part of the input, [N, in_size] → the whole output, summed over the group.
+
+    The output goes to ``RMSNorm.add_forward`` and nowhere else: it is [N, out_size], or on one rank whatever the
+    device's ``linear_partials`` leaves for its ``add_rms_norm`` to finish.
+    """
 
     weight: Tensor
 
@@ -40,7 +44,15 @@ class RowParallelLinear(Layer):
         self.declare("weight", (out_size, in_size), self.kernels.pack_linear_weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return self.kernels.linear_partials(x, self.weight)
         return self.group.all_reduce(self.kernels.linear(x, self.weight))
+
+    def swiglu_forward(self, gate_up: Tensor) -> Tensor:
+        """``forward(silu(gate) · up)`` of rows gate|up, [N, 2 · in_size]."""
+        if self.group.size == 1:
+            return self.kernels.swiglu_linear_partials(gate_up, self.weight)
+        return self.group.all_reduce(self.kernels.linear(self.kernels.silu_and_mul(gate_up), self.weight))
 
 
 class VocabParallelEmbedding(Layer):

@@ -30,5 +30,5 @@ class RMSNorm(Layer):
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def add_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a block's output to the residual stream (in place) and normalise: (normalised, residual)."""
+        """Add a block's output (``RowParallelLinear``) to the residual stream, in place: (normalised sum, residual)."""
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)

@@ -69,7 +69,7 @@ class DecoderLayer(Layer):
         kv: LayerTensors,
         state: LayerTensors,
     ) -> tuple[Tensor, Tensor]:
-        """(last block's output [N, H] or None, residual stream [N, H]) → the same two after this block."""
+        """(the last block's output, to be added, or None; residual stream [N, H]) → the same two after this block."""
         if x is None:
             x = self.input_layernorm.forward(residual)
         else:

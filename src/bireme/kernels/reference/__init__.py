@@ -9,10 +9,16 @@ from bireme.kernels.reference.attention import (
     paged_prefill_attention,
     qk_norm_rope_write_kv,
     rotary_cos_sin,
-    sigmoid_mul,
 )
 from bireme.kernels.reference.gated_delta import gdn_decode, gdn_prefill
-from bireme.kernels.reference.linear import embed, linear, pack_linear_weight, vocab_logits
+from bireme.kernels.reference.linear import (
+    embed,
+    linear,
+    linear_partials,
+    pack_linear_weight,
+    swiglu_linear_partials,
+    vocab_logits,
+)
 from bireme.kernels.reference.mlp import silu_and_mul
 from bireme.kernels.reference.norm import add_rms_norm, rms_norm
 
@@ -22,13 +28,14 @@ __all__ = [
     "gdn_decode",
     "gdn_prefill",
     "linear",
+    "linear_partials",
     "pack_linear_weight",
     "paged_decode_attention",
     "paged_prefill_attention",
     "qk_norm_rope_write_kv",
     "rms_norm",
     "rotary_cos_sin",
-    "sigmoid_mul",
     "silu_and_mul",
+    "swiglu_linear_partials",
     "vocab_logits",
 ]

@@ -77,55 +77,63 @@ def qk_norm_rope_write_kv(
     return qk[:, :num_heads], query_and_gate.select(2, 1)
 
 
-def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)`` for two [N, H, D] tensors (x is overwritten) → [N, H·D]."""
-    return x.mul_(torch.sigmoid(gate)).flatten(1)
-
-
 def paged_decode_attention(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, max_context: int
+    query: Tensor,
+    gate: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    max_context: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """One query token a row against its first ``context_lens`` cached positions.
+    """One query token a row against its first ``context_lens`` cached positions, times ``sigmoid(gate)``.
 
     Args:
-        query: [R, Hq, D].
+        query, gate: [R, Hq, D].
         k_cache, v_cache: [num_blocks, Hkv, block_size, D].
         block_tables: [R, max_blocks] int32; entries past a row's context may be anything valid.
         context_lens: [R] int32, this token included. 0 (padding) counts as 1.
         max_context: a host-side bound of ``context_lens``.
+        out: [R, Hq·D], where the result goes, or None.
 
     Returns:
-        [R, Hq, D] in the query's dtype.
+        [R, Hq·D] in the query's dtype.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = k_cache.shape[1]
     grouped = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     visible = context_lens.clamp(min=1).view(num_rows, 1, 1, 1)
-    out = _attend(grouped, k_cache, v_cache, block_tables, visible, visible, max_context, None)
-    return out.view(num_rows, num_heads, head_dim)
+    result = _attend(grouped, k_cache, v_cache, block_tables, visible, visible, max_context, None)
+    return _gated(result.view(num_rows, num_heads, head_dim), gate, out)
 
 
 def paged_prefill_attention(
     query: Tensor,
+    gate: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
     cu_seqlens: Tensor,
+    row_starts: Tensor,
     seq_lens: list[int],
     starts: list[int],
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of packed chunks over their own tokens and all history before them.
+    """Causal attention of packed chunks over their own tokens and all history before them, times ``sigmoid(gate)``.
 
     Args:
-        query: [T, Hq, D], the rows' chunks one after another.
+        query, gate: [T, Hq, D], the rows' chunks one after another.
         k_cache, v_cache: [num_blocks, Hkv, block_size, D]; the chunks' own K and V are already in.
         block_tables: [P, max_blocks] int32.
         cu_seqlens: [P + 1] int32, offsets of the rows: ``seq_lens`` for kernels that read it on the device.
+        row_starts: [P] int32: ``starts`` for kernels that read it on the device.
         seq_lens: tokens of each row's chunk.
         starts: each row's tokens before its chunk.
+        out: [T, Hq·D], where the result goes, or None.
 
     Returns:
-        [T, Hq, D] in the query's dtype.
+        [T, Hq·D] in the query's dtype.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = k_cache.shape[1]
@@ -139,9 +147,18 @@ def paged_prefill_attention(
     visible = tiles.visible.repeat(1, group).view(-1, 1, group * QUERY_TILE, 1)
     limits = tiles.limits.view(-1, 1, 1, 1)
     tables = block_tables.index_select(0, tiles.rows)
-    out = _attend(folded, k_cache, v_cache, tables, visible, limits, tiles.contexts[0], tiles)
-    out = out.view(-1, num_kv_heads, group, QUERY_TILE, head_dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(-1, num_heads, head_dim).index_select(0, tiles.places)
+    result = _attend(folded, k_cache, v_cache, tables, visible, limits, tiles.contexts[0], tiles)
+    result = result.view(-1, num_kv_heads, group, QUERY_TILE, head_dim).permute(0, 3, 1, 2, 4)
+    return _gated(result.reshape(-1, num_heads, head_dim).index_select(0, tiles.places), gate, out)
+
+
+def _gated(x: Tensor, gate: Tensor, out: Tensor | None) -> Tensor:
+    """``x * sigmoid(gate)`` for two [N, H, D] tensors (x is overwritten) → [N, H·D], which is ``out`` if given."""
+    weights = torch.sigmoid(gate)
+    if out is None:
+        return x.mul_(weights).flatten(1)
+    torch.mul(x, weights, out=out.view(x.shape))
+    return out
 
 
 class _QueryTiles:

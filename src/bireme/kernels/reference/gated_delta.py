@@ -36,6 +36,7 @@ def gdn_decode(
     slot_range: tuple[int, int] | None,
     in_order: bool,
     eps: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """One token a row: convolution update, delta step, gated norm; both states are advanced in place.
 
@@ -51,6 +52,7 @@ def gdn_decode(
             slots in between that are no rows keep their values.
         in_order: ``slots`` is exactly ``slot_range``, ascending.
         eps: of the gated norm.
+        out: [R, Vd] in mixed's dtype, where the result goes; None: into new memory.
 
     Returns:
         [R, Vd] in mixed's dtype.
@@ -100,13 +102,13 @@ def gdn_decode(
     reads.mul_(decay)
     delta = torch.sub(value, reads.select(2, 1)).mul_(beta.unsqueeze(-1))
     # Sᵀq after the update, from the reads before it: exp(g)·S_oldᵀq + (k·q)·δ.
-    out = torch.addcmul(reads.select(2, 0), overlap, delta)
+    read = torch.addcmul(reads.select(2, 0), overlap, delta)
     if places is not None:
         decay, delta = _spread(decay, places, len(state), 1.0), _spread(delta, places, len(state), 0.0)
     state.mul_(decay).addcmul_(k.unsqueeze(-1), delta.unsqueeze(-2))
     if slot_range is None:
         recurrent_state.index_copy_(0, slots, state)
-    return _gated_norm(out, z, norm_weight, eps * key_dim)
+    return _gated_norm(read, z, norm_weight, eps * key_dim, out)
 
 
 def gdn_prefill(
@@ -119,16 +121,22 @@ def gdn_prefill(
     conv_state: Tensor,
     slots: Tensor,
     cu_seqlens: Tensor,
+    row_starts: Tensor,
+    chunks: Tensor,
     seq_lens: list[int],
     starts: list[int],
     eps: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Packed chunks of prompts, in the chunked (WY) form; states are resumed from their slots and written back.
 
     Args:
         mixed: [T, 2·Kd + 2·Vd + 2·Hv], the rows' chunks one after another.
         slots: [P] int64, distinct.
-        cu_seqlens: [P + 1] int32, offsets of the rows: ``seq_lens`` for kernels that read it on the device.
+        cu_seqlens, row_starts: [P + 1] and [P] int32: ``seq_lens`` (as offsets) and ``starts``, for kernels that read
+            them on the device. There a row may be without tokens; it then leaves its slot as it is.
+        chunks: [C, 4] int32, the rows cut into pieces of 64 tokens, likewise for the device: (row, first packed token,
+            number of tokens (0: no piece), tokens of the row before it).
         seq_lens: tokens of each row's chunk (≥ 1).
         starts: each row's tokens before its chunk; with 0 the row starts from zero state and its slot is not read.
         (the others: as in ``gdn_decode``)
@@ -193,19 +201,19 @@ def gdn_prefill(
     state = recurrent_state.new_zeros(len(seq_lens), num_v_heads, key_dim, value_dim)
     if layout.resumed is not None:
         state.index_copy_(0, layout.resumed_ranks, recurrent_state.index_select(0, slots[layout.resumed]))
-    out = torch.empty_like(writes)
+    read = torch.empty_like(writes)
     first = 0
     for num_active in layout.active:
-        chunks = slice(first, first + num_active)
+        these = slice(first, first + num_active)
         current = state[:num_active]
-        delta = writes[chunks] - torch.matmul(state_reads[chunks], current)
-        out[chunks] = torch.matmul(q_in[chunks], current).add_(torch.matmul(attention[chunks], delta))
-        current.mul_(chunk_decay[chunks]).add_(torch.matmul(k_out[chunks], delta))
+        delta = writes[these] - torch.matmul(state_reads[these], current)
+        read[these] = torch.matmul(q_in[these], current).add_(torch.matmul(attention[these], delta))
+        current.mul_(chunk_decay[these]).add_(torch.matmul(k_out[these], delta))
         first += num_active
     recurrent_state.index_copy_(0, slots[layout.order], state)
 
-    out = out.transpose(1, 2).reshape(-1, num_v_heads, value_dim).index_select(0, layout.places)
-    return _gated_norm(out, z, norm_weight, eps * key_dim)
+    read = read.transpose(1, 2).reshape(-1, num_v_heads, value_dim).index_select(0, layout.places)
+    return _gated_norm(read, z, norm_weight, eps * key_dim, out)
 
 
 def _inverse_length(qk: Tensor) -> Tensor:
@@ -225,14 +233,15 @@ def _spread(rows: Tensor, places: Tensor, count: int, fill: float) -> Tensor:
     return rows.new_full((count, *rows.shape[1:]), fill).index_copy_(0, places, rows)
 
 
-def _gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm(out)·weight, rounded to z's dtype, times SiLU(z): [N, Hv, Dv] and [N, Hv·Dv] → [N, Hv·Dv].
+def _gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
+    """RMSNorm(read)·weight, rounded to z's dtype, times SiLU(z): [N, Hv, Dv] and [N, Hv·Dv] → [N, Hv·Dv], in ``out``.
 
-    The callers leave out q's factor Dk^-0.5, which scales ``out`` as a whole, and pass eps · Dk: the quotient is the
+    The callers leave out q's factor Dk^-0.5, which scales ``read`` as a whole, and pass eps · Dk: the quotient is the
     same.
     """
-    normed = cast(rms_norm(out, weight, eps).view(z.shape), z.dtype)
-    return cast(F.silu(cast(z, torch.float32)).mul_(normed), z.dtype)
+    normed = cast(rms_norm(read, weight, eps).view(z.shape), z.dtype)
+    gated = F.silu(cast(z, torch.float32)).mul_(normed)
+    return cast(gated, z.dtype) if out is None else out.copy_(gated)
 
 
 def _convolve_chunks(inputs: Tensor, weight: Tensor, conv_state: Tensor, slots: Tensor, layout: _ChunkLayout) -> Tensor:

@@ -44,7 +44,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Add ``x`` to the residual stream (in place) and RMS-normalise the sum.
 
     Args:
-        x, residual: [N, H], same dtype; ``residual`` is overwritten with the sum, rounded to its dtype.
+        x: [N, H], from ``linear_partials`` or any block. (Other implementations also take partial sums [S, N, H].)
+        residual: [N, H], same dtype; overwritten with the sum, rounded to its dtype.
         weight: [H] float32, the full factor.
 
     Returns:

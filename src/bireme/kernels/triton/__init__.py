@@ -1,0 +1,37 @@
+"""The model's operations as Triton kernels for CUDA, under the names and signatures of ``kernels.reference``."""
+
+from bireme.kernels.triton.attention import (
+    paged_decode_attention,
+    paged_prefill_attention,
+    qk_norm_rope_write_kv,
+    rotary_cos_sin,
+)
+from bireme.kernels.triton.embedding import embed
+from bireme.kernels.triton.gated_delta import gdn_decode, gdn_prefill
+from bireme.kernels.triton.linear import (
+    linear,
+    linear_partials,
+    pack_linear_weight,
+    swiglu_linear_partials,
+    vocab_logits,
+)
+from bireme.kernels.triton.mlp import silu_and_mul
+from bireme.kernels.triton.norm import add_rms_norm, rms_norm
+
+__all__ = [
+    "add_rms_norm",
+    "embed",
+    "gdn_decode",
+    "gdn_prefill",
+    "linear",
+    "linear_partials",
+    "pack_linear_weight",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "qk_norm_rope_write_kv",
+    "rms_norm",
+    "rotary_cos_sin",
+    "silu_and_mul",
+    "swiglu_linear_partials",
+    "vocab_logits",
+]

@@ -1,0 +1,475 @@
+"""Gated DeltaNet over packed prompt chunks, in the chunked (WY) form, in three launches.
+
+1. ``_prepare_kernel``, per 64-token chunk and value head: convolution, gates, and what the chunk writes and reads as if
+   it began with S = 0: with A[i, j] = β_i·exp(t_i − t_j)·k_i·k_j below the diagonal (t: log decay since the chunk's
+   start) and T = (I + A)⁻¹, u = T·(β·v) and w = T·(β·exp(t)·k).
+2. ``_scan_kernel``, per row, value head and slice of the value dimension, chunk after chunk: δ = u − w·S,
+   S ← exp(t_last)·S + Σ_j exp(t_last − t_j)·k_j·δ_jᵀ. It keeps S in float32 and leaves each chunk's S (rounded) and δ.
+3. ``_output_kernel``, per chunk and value head: o_i = exp(t_i)·Sᵀq_i + Σ_{j ≤ i} exp(t_i − t_j)·(q_i·k_j)·δ_j, then the
+   gated norm.
+
+Products run on tensor cores with operands in the activation dtype and float32 sums. q and k enter them as the
+convolution left them; their lengths, decays and β are float32 factors applied outside, or to a float32 matrix that is
+rounded once. Grids follow from tensor sizes; which chunks exist is read on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bireme.kernels.triton.gated_delta_decode import L2_EPS, TAPS, num_key_heads, silu, softplus
+from bireme.kernels.triton.launch import pdl
+
+CHUNK = 64
+"""Tokens of a chunk, as the entries of ``chunks`` are cut."""
+
+
+@triton.jit
+def _convolved(
+    mixed,
+    conv_weight,
+    history,
+    channels,
+    rows,
+    num_tokens,
+    follows,
+    resumed,
+    mixed_stride,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """[rows, channels] of a chunk, rounded as the activations are; zeros past its last token.
+
+    mixed: at the chunk's first token; follows: earlier tokens of the row lie before it; resumed: they are in history.
+    """
+    total = tl.zeros((rows.shape[0], channels.shape[0]), tl.float32)
+    for tap in tl.static_range(TAPS):
+        source = rows + (tap - TAPS + 1)
+        present = (rows < num_tokens) & ((source >= 0) | follows)
+        x = tl.load(mixed + source[:, None] * mixed_stride + channels[None, :], present[:, None], 0.0)
+        total += x.to(tl.float32) * tl.load(conv_weight + tap * CHANNELS + channels)[None, :]
+    if resumed:
+        for tap in tl.static_range(TAPS - 1):
+            source = rows + tap
+            present = (rows < num_tokens) & (source < TAPS - 1)
+            x = tl.load(history + source[:, None] * CHANNELS + channels[None, :], present[:, None], 0.0)
+            total += x.to(tl.float32) * tl.load(conv_weight + tap * CHANNELS + channels)[None, :]
+    return silu(total).to(mixed.dtype.element_ty)
+
+
+@triton.jit
+def _dot_wide(matrix, x):
+    """float32 matrix · x in two products: where tokens repeat, its rows nearly cancel, and one rounding would show."""
+    high = matrix.to(x.dtype)
+    low = (matrix - high.to(tl.float32)).to(x.dtype)
+    return tl.dot(high, x, tl.dot(low, x))
+
+
+@triton.jit
+def _prepare_kernel(
+    mixed,
+    conv_weight,
+    dt_bias,
+    neg_exp_a,
+    conv_state,
+    slots,
+    row_starts,
+    chunks,
+    qk,
+    inverse_lengths,
+    decays,
+    w,
+    u,
+    mixed_stride,
+    L2_EPS: tl.constexpr,
+    NUM_K_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    NUM_V_HEADS: tl.constexpr = NUM_K_HEADS * GROUP
+    CHANNELS: tl.constexpr = 2 * NUM_K_HEADS * KEY_DIM + NUM_V_HEADS * VALUE_DIM
+    GATES: tl.constexpr = CHANNELS + NUM_V_HEADS * VALUE_DIM
+    first_head = tl.program_id(0) * HEADS
+    key_head = first_head // GROUP
+    chunk = chunks + tl.program_id(1) * 4
+    num_tokens = tl.load(chunk + 2)
+    if num_tokens == 0:
+        return
+    row = tl.load(chunk)
+    first = tl.load(chunk + 1).to(tl.int64)
+    before = tl.load(chunk + 3)
+    follows = before > tl.load(row_starts + row)
+    resumed = (before > 0) & (follows == 0)
+    history = conv_state + tl.load(slots + row) * ((TAPS - 1) * CHANNELS)
+    mixed += first * mixed_stride
+
+    rows = tl.arange(0, CHUNK)
+    keys = tl.arange(0, KEY_DIM)
+    values = tl.arange(0, VALUE_DIM)
+    real = rows < num_tokens
+    tokens = first + rows
+    k_channels = (NUM_K_HEADS + key_head) * KEY_DIM + keys
+    k = _convolved(
+        mixed, conv_weight, history, k_channels, rows, num_tokens, follows, resumed, mixed_stride, CHANNELS, TAPS
+    )
+    wide = k.to(tl.float32)
+    k_scale = tl.rsqrt(tl.sum(wide * wide, 1) + L2_EPS)
+    if first_head % GROUP == 0:
+        at = tokens * (2 * NUM_K_HEADS) + NUM_K_HEADS + key_head
+        tl.store(qk + at[:, None] * KEY_DIM + keys[None, :], k, real[:, None])
+        tl.store(inverse_lengths + at, k_scale, real)
+        q_channels = key_head * KEY_DIM + keys
+        q = _convolved(
+            mixed, conv_weight, history, q_channels, rows, num_tokens, follows, resumed, mixed_stride, CHANNELS, TAPS
+        )
+        wide = q.to(tl.float32)
+        at = tokens * (2 * NUM_K_HEADS) + key_head
+        tl.store(qk + at[:, None] * KEY_DIM + keys[None, :], q, real[:, None])
+        tl.store(inverse_lengths + at, tl.rsqrt(tl.sum(wide * wide, 1) + L2_EPS), real)
+
+    overlaps = tl.dot(k, tl.trans(k)) * k_scale[:, None] * k_scale[None, :]
+    for index in tl.range(0, HEADS, num_stages=1):
+        head = first_head + index
+        b = tl.load(mixed + rows * mixed_stride + GATES + head, real, 0.0).to(tl.float32)
+        a = tl.load(mixed + rows * mixed_stride + GATES + NUM_V_HEADS + head, real, 0.0).to(tl.float32)
+        beta = tl.where(real, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+        rate = tl.load(neg_exp_a + head) * softplus(a + tl.load(dt_bias + head))
+        decay = tl.cumsum(tl.where(real, rate, 0.0), 0)
+        tl.store(decays + tokens * NUM_V_HEADS + head, decay, real)
+
+        below = rows[:, None] > rows[None, :]
+        left = tl.exp(tl.where(below, decay[:, None] - decay[None, :], 0.0))
+        system = tl.where(below, overlaps * left * beta[:, None], 0.0)
+        # Inverse of ever larger diagonal blocks: of [[P, 0], [L, Q]] it is [[P⁻¹, 0], [−Q⁻¹·L·P⁻¹, Q⁻¹]].
+        apart = rows[:, None] ^ rows[None, :]
+        inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, system, 0.0)
+        for level in tl.static_range(1, LEVELS):
+            joins = (apart >> level) == 1  # the same block of 2^(level + 1) tokens, different halves
+            corner = tl.dot(tl.where(joins, system, 0.0), inverse, input_precision=PRECISION)
+            inverse -= tl.dot(inverse, corner, input_precision=PRECISION)
+
+        at = tokens * NUM_V_HEADS + head
+        inverse *= beta[None, :]
+        v_channels = 2 * NUM_K_HEADS * KEY_DIM + head * VALUE_DIM + values
+        v = _convolved(
+            mixed, conv_weight, history, v_channels, rows, num_tokens, follows, resumed, mixed_stride, CHANNELS, TAPS
+        )
+        writes = _dot_wide(inverse, v)
+        tl.store(u + at[:, None] * VALUE_DIM + values[None, :], writes.to(v.dtype), real[:, None])
+        inverse *= (tl.exp(decay) * k_scale)[None, :]
+        reads = _dot_wide(inverse, k)
+        tl.store(w + at[:, None] * KEY_DIM + keys[None, :], reads.to(k.dtype), real[:, None])
+
+
+@triton.jit
+def _next_history(
+    mixed, history, channels, length, resumed, mixed_stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr, tap
+):
+    """The ``tap``-th input of the history that a row of ``length`` tokens leaves (mixed: at its first token)."""
+    source = length - (TAPS - 1) + tap
+    x = tl.load(mixed + source.to(tl.int64) * mixed_stride + channels, (channels >= 0) & (source >= 0), 0.0)
+    kept = (channels >= 0) & (source < 0) & resumed
+    return tl.where(source < 0, tl.load(history + (length + tap) * CHANNELS + channels, kept, 0.0), x)
+
+
+@triton.jit
+def _advance_history(
+    mixed, history, channels, length, resumed, mixed_stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr
+):
+    """Only one program may do it for a channel."""
+    x0 = _next_history(mixed, history, channels, length, resumed, mixed_stride, CHANNELS, TAPS, 0)
+    x1 = _next_history(mixed, history, channels, length, resumed, mixed_stride, CHANNELS, TAPS, 1)
+    x2 = _next_history(mixed, history, channels, length, resumed, mixed_stride, CHANNELS, TAPS, 2)
+    tl.store(history + channels, x0)
+    tl.store(history + CHANNELS + channels, x1)
+    tl.store(history + 2 * CHANNELS + channels, x2)
+
+
+@triton.jit
+def _scan_kernel(
+    mixed,
+    recurrent_state,
+    conv_state,
+    slots,
+    cu_seqlens,
+    row_starts,
+    qk,
+    inverse_lengths,
+    decays,
+    w,
+    u,
+    states,
+    mixed_stride,
+    NUM_K_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    NUM_V_HEADS: tl.constexpr = NUM_K_HEADS * GROUP
+    CHANNELS: tl.constexpr = 2 * NUM_K_HEADS * KEY_DIM + NUM_V_HEADS * VALUE_DIM
+    TILES: tl.constexpr = VALUE_DIM // BLOCK_V
+    head = tl.program_id(0) // TILES
+    tile = tl.program_id(0) % TILES
+    key_head = head // GROUP
+    row = tl.program_id(1)
+    begin = tl.load(cu_seqlens + row)
+    length = tl.load(cu_seqlens + row + 1) - begin
+    if length <= 0:
+        return
+    slot = tl.load(slots + row)
+    resumed = tl.load(row_starts + row) > 0
+    keys = tl.arange(0, KEY_DIM)
+    values = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    rows = tl.arange(0, CHUNK)
+    in_head = keys[:, None] * VALUE_DIM + values[None, :]
+    home = recurrent_state + (slot * NUM_V_HEADS + head) * (KEY_DIM * VALUE_DIM) + in_head
+    state = tl.load(home, (in_head >= 0) & resumed, 0.0)
+    # Chunks of a row have entries of their own and follow each other: rows never overlap, whatever their lengths.
+    states += ((begin // CHUNK + row).to(tl.int64) * NUM_V_HEADS + head) * (KEY_DIM * VALUE_DIM)
+
+    for index in tl.range(0, tl.cdiv(length, CHUNK), num_stages=STAGES):
+        left = length - index * CHUNK
+        real = rows < left
+        tokens = begin.to(tl.int64) + (index * CHUNK + rows)
+        at = tokens * NUM_V_HEADS + head
+        at_key = tokens * (2 * NUM_K_HEADS) + NUM_K_HEADS + key_head
+        reads = tl.load(w + at[:, None] * KEY_DIM + keys[None, :], real[:, None], 0.0)
+        writes = tl.load(u + at[:, None] * VALUE_DIM + values[None, :], real[:, None], 0.0)
+        k = tl.load(qk + at_key[:, None] * KEY_DIM + keys[None, :], real[:, None], 0.0)
+        decay = tl.load(decays + at, real, 0.0)
+        scale = tl.load(inverse_lengths + at_key, real, 0.0)
+        last = tl.load(decays + (begin + index * CHUNK + tl.minimum(left, CHUNK) - 1) * NUM_V_HEADS + head)
+
+        rounded = state.to(k.dtype)
+        tl.store(states + in_head, rounded)
+        delta = writes.to(tl.float32) - tl.dot(reads, rounded)
+        tl.store(u + at[:, None] * VALUE_DIM + values[None, :], delta.to(k.dtype), real[:, None])
+        delta *= tl.where(real, tl.exp(last - decay) * scale, 0.0)[:, None]
+        state = state * tl.exp(last) + tl.dot(tl.trans(k), delta.to(k.dtype))
+        states += NUM_V_HEADS * KEY_DIM * VALUE_DIM
+
+    tl.store(home, state)
+    mixed += begin.to(tl.int64) * mixed_stride
+    history = conv_state + slot * ((TAPS - 1) * CHANNELS)
+    v_channels = 2 * NUM_K_HEADS * KEY_DIM + head * VALUE_DIM + values
+    _advance_history(mixed, history, v_channels, length, resumed, mixed_stride, CHANNELS, TAPS)
+    if (head % GROUP == 0) & (tile == 0):
+        q_channels = key_head * KEY_DIM + keys
+        k_channels = q_channels + NUM_K_HEADS * KEY_DIM
+        _advance_history(mixed, history, q_channels, length, resumed, mixed_stride, CHANNELS, TAPS)
+        _advance_history(mixed, history, k_channels, length, resumed, mixed_stride, CHANNELS, TAPS)
+
+
+@triton.jit
+def _output_kernel(
+    mixed,
+    norm_weight,
+    row_starts,
+    chunks,
+    qk,
+    inverse_lengths,
+    decays,
+    u,
+    states,
+    out,
+    mixed_stride,
+    out_stride,
+    eps,
+    NUM_K_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    NUM_V_HEADS: tl.constexpr = NUM_K_HEADS * GROUP
+    CHANNELS: tl.constexpr = 2 * NUM_K_HEADS * KEY_DIM + NUM_V_HEADS * VALUE_DIM
+    head = tl.program_id(0)
+    key_head = head // GROUP
+    chunk = chunks + tl.program_id(1) * 4
+    num_tokens = tl.load(chunk + 2)
+    if num_tokens == 0:
+        return
+    row = tl.load(chunk)
+    first = tl.load(chunk + 1)
+    offset = tl.load(chunk + 3) - tl.load(row_starts + row)
+    entry = ((first - offset) // CHUNK + row + offset // CHUNK).to(tl.int64)
+
+    rows = tl.arange(0, CHUNK)
+    keys = tl.arange(0, KEY_DIM)
+    values = tl.arange(0, VALUE_DIM)
+    real = rows < num_tokens
+    tokens = first.to(tl.int64) + rows
+    at = tokens * NUM_V_HEADS + head
+    at_q = tokens * (2 * NUM_K_HEADS) + key_head
+    at_k = at_q + NUM_K_HEADS
+    q = tl.load(qk + at_q[:, None] * KEY_DIM + keys[None, :], real[:, None], 0.0)
+    k = tl.load(qk + at_k[:, None] * KEY_DIM + keys[None, :], real[:, None], 0.0)
+    states += (entry * NUM_V_HEADS + head) * (KEY_DIM * VALUE_DIM)
+    state = tl.load(states + keys[:, None] * VALUE_DIM + values[None, :])
+    delta = tl.load(u + at[:, None] * VALUE_DIM + values[None, :], real[:, None], 0.0)
+    decay = tl.load(decays + at, real, 0.0)
+    q_scale = tl.load(inverse_lengths + at_q, real, 0.0)
+    k_scale = tl.load(inverse_lengths + at_k, real, 0.0)
+    z = tl.load(
+        mixed + tokens[:, None] * mixed_stride + CHANNELS + head * VALUE_DIM + values[None, :], real[:, None], 0.0
+    )
+
+    scores = tl.dot(q, tl.trans(k)) * q_scale[:, None] * k_scale[None, :]
+    seen = (rows[:, None] >= rows[None, :]) & real[:, None]
+    scores = tl.where(seen, scores * tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0)), 0.0)
+    o = tl.dot(q, state) * (tl.exp(decay) * q_scale)[:, None]
+    o += tl.dot(scores.to(q.dtype), delta)
+    normed = o * tl.rsqrt(tl.sum(o * o, 1) / VALUE_DIM + eps)[:, None] * tl.load(norm_weight + values)[None, :]
+    gated = silu(z.to(tl.float32)) * normed.to(z.dtype).to(tl.float32)
+    tl.store(out + tokens[:, None] * out_stride + head * VALUE_DIM + values[None, :], gated.to(z.dtype), real[:, None])
+
+
+def gdn_prefill(
+    mixed: Tensor,
+    conv_weight: Tensor,
+    dt_bias: Tensor,
+    neg_exp_a: Tensor,
+    norm_weight: Tensor,
+    recurrent_state: Tensor,
+    conv_state: Tensor,
+    slots: Tensor,
+    cu_seqlens: Tensor,
+    row_starts: Tensor,
+    chunks: Tensor,
+    seq_lens: list[int],
+    starts: list[int],
+    eps: float,
+    out: Tensor | None = None,
+    *,
+    heads: int | None = None,
+    prepare_warps: int = 4,
+    precision: str = "tf32x3",
+    block_v: int = 32,
+    scan_warps: int = 4,
+    scan_stages: int = 2,
+    output_warps: int = 4,
+) -> Tensor:
+    """Packed chunks of prompts, as ``reference.gdn_prefill``; rows without tokens leave their slots alone.
+
+    Args:
+        chunks: [C, 4] int32, in any order; entries without tokens are skipped. Tokens in no chunk get no output.
+        seq_lens, starts: not needed here: the tensors say it.
+        heads: value heads of one key head that a program prepares (default: one where programs are few, else all).
+        precision: of the products that invert I + A.
+        block_v: slice of the value dimension that a program scans.
+
+    Raises:
+        ValueError: see ``gdn_decode``.
+    """
+    num_tokens = mixed.shape[0]
+    num_chunks, num_rows = chunks.shape[0], slots.shape[0]
+    _, num_v_heads, key_dim, value_dim = recurrent_state.shape
+    num_k_heads = num_key_heads(conv_weight, recurrent_state)
+    group = num_v_heads // num_k_heads
+    if heads is None:
+        heads = group if num_chunks * num_k_heads >= 512 else 1
+    if out is None:
+        out = mixed.new_empty(num_tokens, num_v_heads * value_dim)
+    block_v = min(block_v, value_dim)
+    geometry = {"NUM_K_HEADS": num_k_heads, "GROUP": group, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "CHUNK": CHUNK}
+    dependent = pdl(mixed.device)
+    stride = mixed.stride(0)
+
+    qk = mixed.new_empty(num_tokens, 2, num_k_heads, key_dim)
+    w = mixed.new_empty(num_tokens, num_v_heads, key_dim)
+    u = mixed.new_empty(num_tokens, num_v_heads, value_dim)
+    # A row's entries begin at ``first token // 64 + row``.
+    states = mixed.new_empty(num_tokens // CHUNK + num_rows + 1, num_v_heads, key_dim, value_dim)
+    inverse_lengths = torch.empty(num_tokens, 2, num_k_heads, dtype=torch.float32, device=mixed.device)
+    decays = torch.empty(num_tokens, num_v_heads, dtype=torch.float32, device=mixed.device)
+
+    _prepare_kernel[(num_v_heads // heads, num_chunks)](
+        mixed,
+        conv_weight,
+        dt_bias,
+        neg_exp_a,
+        conv_state,
+        slots,
+        row_starts,
+        chunks,
+        qk,
+        inverse_lengths,
+        decays,
+        w,
+        u,
+        stride,
+        L2_EPS=L2_EPS,
+        HEADS=heads,
+        LEVELS=CHUNK.bit_length() - 1,
+        TAPS=TAPS,
+        PRECISION=precision,
+        num_warps=prepare_warps,
+        num_stages=1,
+        **geometry,
+        **dependent,
+    )
+    _scan_kernel[(num_v_heads * (value_dim // block_v), num_rows)](
+        mixed,
+        recurrent_state,
+        conv_state,
+        slots,
+        cu_seqlens,
+        row_starts,
+        qk,
+        inverse_lengths,
+        decays,
+        w,
+        u,
+        states,
+        stride,
+        TAPS=TAPS,
+        BLOCK_V=block_v,
+        STAGES=scan_stages,
+        num_warps=scan_warps,
+        **geometry,
+        **dependent,
+    )
+    _output_kernel[(num_v_heads, num_chunks)](
+        mixed,
+        norm_weight,
+        row_starts,
+        chunks,
+        qk,
+        inverse_lengths,
+        decays,
+        u,
+        states,
+        out,
+        stride,
+        out.stride(0),
+        eps * key_dim,
+        num_warps=output_warps,
+        **geometry,
+        **dependent,
+    )
+    return out
