@@ -66,6 +66,7 @@ def write_dummy_checkpoint(
     tokenizer: bool = True,
     tokenizer_vocab_size: int | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    device: str = "cpu",
     **config_overrides: Any,
 ) -> ModelConfig:
     """Write a checkpoint into ``folder`` (made if absent) and return its config.
@@ -79,6 +80,7 @@ def write_dummy_checkpoint(
         tokenizer_vocab_size: ids that the tokenizer knows (default: the smaller of vocab_size and 512); the ids from
             there to vocab_size have no token, as in real checkpoints.
         dtype: of all tensors but A_log, which is float32.
+        device: where the weights are drawn: a GPU is quicker, and draws others.
         config_overrides: text config fields of config.json, e.g. ``hidden_size=64``, ``tie_word_embeddings=False``,
             ``layer_types=[...]`` (sets num_hidden_layers), ``rope_theta``.
 
@@ -86,9 +88,33 @@ def write_dummy_checkpoint(
         ValueError: an unknown override, or a vocabulary too small for the tokenizer.
         ConfigError: overrides that make no valid model.
     """
+    write_dummy_folder(
+        folder,
+        layout=layout,
+        tokenizer=tokenizer,
+        tokenizer_vocab_size=tokenizer_vocab_size,
+        dtype=dtype,
+        **config_overrides,
+    )
+    folder = Path(folder)
+    model = load_model_config(folder)
+    _write_weights(folder, model, Layout[layout.upper()], num_shards, getattr(torch, dtype), seed, device)
+    return model
+
+
+def write_dummy_folder(
+    folder: str | Path,
+    *,
+    layout: Literal["text", "multimodal", "language_model"] = "text",
+    tokenizer: bool = True,
+    tokenizer_vocab_size: int | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    **config_overrides: Any,
+) -> None:
+    """Write what a checkpoint has beside its weights; arguments and errors as in ``write_dummy_checkpoint``."""
     unknown = sorted(set(config_overrides) - set(_DEFAULTS))
     if unknown:
-        raise ValueError(f"write_dummy_checkpoint does not know {', '.join(unknown)}; it knows {', '.join(_DEFAULTS)}")
+        raise ValueError(f"the dummy checkpoint does not know {', '.join(unknown)}; it knows {', '.join(_DEFAULTS)}")
     fields = _DEFAULTS | config_overrides
     if fields["layer_types"] is not None:
         fields["layer_types"] = list(fields["layer_types"])
@@ -120,9 +146,6 @@ def write_dummy_checkpoint(
     )
     if tokenizer:
         _write_tokenizer(folder, tokenizer_vocab_size)
-    model = load_model_config(folder)
-    _write_weights(folder, model, Layout[layout.upper()], num_shards, getattr(torch, dtype), seed)
-    return model
 
 
 def _config(fields: dict[str, Any], layout: str, dtype: str, eos_token_id: int) -> dict[str, Any]:
@@ -164,18 +187,18 @@ def _config(fields: dict[str, Any], layout: str, dtype: str, eos_token_id: int) 
 
 
 def _write_weights(
-    folder: Path, model: ModelConfig, layout: Layout, num_shards: int, dtype: torch.dtype, seed: int
+    folder: Path, model: ModelConfig, layout: Layout, num_shards: int, dtype: torch.dtype, seed: int, device: str
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for bare, shape in checkpoint_shapes(model).items():
         tensor = random_tensor(bare, shape, shape[-1], generator)
-        tensors[layout.full_name(bare)] = tensor if bare.endswith("A_log") else tensor.to(dtype)
+        tensors[layout.full_name(bare)] = (tensor if bare.endswith("A_log") else tensor.to(dtype)).cpu()
     if layout is not Layout.TEXT:
         visual = "model.visual" if layout is Layout.MULTIMODAL else "visual"
         unread = {f"{visual}.patch_embed.proj.bias": 32, f"{visual}.merger.norm.bias": 32, "mtp.norm.weight": 8}
         for name, rows in unread.items():
-            tensors[name] = torch.randn(rows, generator=generator).to(dtype)
+            tensors[name] = torch.randn(rows, generator=generator, device=device).to(dtype).cpu()
     if num_shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return

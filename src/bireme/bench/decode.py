@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ BARE_SLOT = 1
 class PlanRelay:
     """An executor in front of another: renumbers plans, so that several engines can take turns on one set of ranks.
 
-    With ``one_row`` every plan is cut into plans of one row each, run one after another, and their outputs are joined.
+    With ``one_row`` every plan is cut into plans of one row each, run one after another with as many in flight as the
+    executor takes, and their outputs are joined.
     """
 
     def __init__(self, inner: Executor) -> None:
@@ -50,15 +52,26 @@ class PlanRelay:
         self._next_seq = 0
         self._outstanding: deque[tuple[int, StepOutput | None]] = deque()
 
+    def prepare(self, params: SamplingParams) -> Future[object]:
+        return self.inner.prepare(params)
+
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)
+
     def submit(self, plan: StepPlan) -> None:
         if not self.one_row:
             self._send(plan)
             self._outstanding.append((plan.seq, None))
             return
         outputs = []
+        in_flight = 0
         for part in split_rows(plan):
+            if in_flight == self.inner.depth:
+                outputs.append(self.inner.collect())
+                in_flight -= 1
             self._send(part)
-            outputs.append(self.inner.collect())
+            in_flight += 1
+        outputs += [self.inner.collect() for _ in range(in_flight)]
         joined = StepOutput(
             seq=plan.seq,
             token_ids=[token_id for output in outputs for token_id in output.token_ids],
