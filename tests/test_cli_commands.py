@@ -18,8 +18,10 @@ from test_cli_bench import CONFIG
 from typer.testing import CliRunner
 
 from bireme import __version__
-from bireme.cli import app, startup_summary
+from bireme.cli import app
+from bireme.cli.serve import startup_summary
 from bireme.config import CacheCapacity, EngineConfig, ParallelConfig
+from bireme.server.settings import ServerSettings
 
 MODEL = CONFIG.model
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 16}
@@ -32,7 +34,9 @@ def bireme(*args: str, stdin: str = "", timeout: float = 120) -> subprocess.Comp
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["serve"], ["generate"], ["bench"], ["bench", "decode"], ["eval"], ["eval", "pocket"]], ids=" ".join
+    "args",
+    [[], ["serve"], ["chat"], ["generate"], ["bench"], ["bench", "decode"], ["eval"], ["eval", "pocket"]],
+    ids=" ".join,
 )
 def test_help_names_every_option_in_full_at_80_columns(args: list[str]) -> None:
     done = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [*args, "--help"])
@@ -68,16 +72,32 @@ def test_the_start_up_summary_says_what_fits_per_rank() -> None:
         bytes_per_block=2**17,
         weight_bytes=5 * 2**30,
     )
-    text = startup_summary(config, capacity, ("galley",), "http://127.0.0.1:8000")
+    settings = ServerSettings(served_model_names=("galley",))
+    text = startup_summary(config, settings, capacity, "http://127.0.0.1:8000")
     for part in (
         "galley",
+        "1 linear and 1 full attention layers, hidden 32",
         "tensor parallel 2",
-        "5 GiB weights, 16 MiB state, 125 MiB KV",
+        "graphs     none (cpu)",
+        "5 GiB weights + 16 MiB state + 125 MiB KV = 5.14 GiB",
         "16 slots of 1 MiB",
         "64000 tokens of 2 KiB in 1000 blocks of 64",
+        "16 requests at once, 4096 waiting; 4096 tokens each",
+        "API key    none",
         "http://127.0.0.1:8000/v1",
     ):
         assert part in text
+
+
+def test_the_start_up_summary_counts_keys_and_shows_none() -> None:
+    capacity = CacheCapacity(
+        num_slots=1, num_blocks=1, block_size=64, max_model_len=64, bytes_per_slot=1, bytes_per_block=64
+    )
+    settings = ServerSettings(served_model_names=("galley",), api_keys=("sesame", "simsim"))
+    text = startup_summary(EngineConfig(model_path="x", model=MODEL, device="cuda"), settings, capacity, "http://x")
+    assert "API key    needed (2 known)" in text
+    assert "sesame" not in text
+    assert "graphs     captured" in text
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:

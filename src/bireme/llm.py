@@ -25,10 +25,11 @@ from bireme.engine_args import build_engine_config
 from bireme.errors import BiremeError, ConfigError, EngineDeadError, InvalidRequestError
 from bireme.executor.launcher import create_executor
 from bireme.pocket import resolve
-from bireme.server.chat import ChatTemplate, check_template_variables
+from bireme.server.chat import ChatTemplate, after_thought, check_template_variables
 from bireme.server.messages import read_messages
 from bireme.server.text_state import RequestText
 from bireme.server.tokenizer import Tokenizer
+from bireme.server.tools import read_tools
 from bireme.types import FinishReason, Request, SamplingParams, TokenLogprobs, as_token_id
 from bireme.types import RequestOutput as StepResult
 from bireme.validation import check_request
@@ -239,6 +240,17 @@ class LLM:
         }
         return SamplingParams(**{name: value for name, value in named.items() if value is not None})
 
+    def check_form(self, params: SamplingParams) -> None:
+        """Find out, without generating anything, whether answers can follow ``params.structured_outputs``.
+
+        Raises:
+            InvalidRequestError: they cannot; says where and why.
+        """
+        if params.structured_outputs is not None:
+            with self._inside() as engine:
+                prepared = engine.executor.prepare(params)
+            prepared.result()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -280,9 +292,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the checkpoint's chat template.
 
+        Args:
+            tools: what the model may call, as in a request to the server. A call is part of the text, in the model's
+                own markup.
+            chat_template_kwargs: the template's own switches, e.g. ``enable_thinking``.
+
         Raises:
             ConfigError: the checkpoint has no tokenizer or no chat template.
-            InvalidRequestError: the messages are malformed, or the template refuses them; or as in ``generate``.
+            InvalidRequestError: the messages or tools are malformed, or the template refuses them; or as in
+                ``generate``.
         """
         variables = chat_template_kwargs or {}
         check_template_variables(variables)
@@ -300,18 +318,22 @@ class LLM:
             except InvalidRequestError as error:
                 where = f"conversation {index}: " if len(conversations) > 1 else ""
                 raise InvalidRequestError(f"{where}{error}", error.param) from error
-        return self.generate(prompts, sampling_params, use_tqdm)
+        params = self._params_of(sampling_params, len(prompts))
+        params = [after_thought(each, prompt) for each, prompt in zip(params, prompts, strict=True)]
+        return self.generate(prompts, params, use_tqdm)
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt text that the chat template makes of a conversation.
 
         Raises:
             ConfigError: the checkpoint has no tokenizer or no chat template.
-            InvalidRequestError: the messages are malformed (as in a request to the server), or the template refuses
-                them.
+            InvalidRequestError: the messages or tools are malformed (as in a request to the server), or the template
+                refuses them.
         """
         if self._template is None:
             self._template = ChatTemplate.of(self.get_tokenizer())
+        if options.get("tools") is not None:
+            options["tools"] = _checked_tools(options["tools"], self._template)
         return self._template.render(_checked_messages(messages), **options)
 
     def stream(
@@ -327,6 +349,8 @@ class LLM:
         is_chat = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
         text: Any = self.render_chat(prompt) if is_chat else prompt  # type: ignore[arg-type]
         params = self._params_of(sampling_params, 1)[0]
+        if is_chat:
+            params = after_thought(params, text)
         if params.n != 1:
             raise InvalidRequestError(f"n is {params.n}: a stream has one completion", "n")
         with contextlib.closing(self._run(self._sequences(text, params, ""))) as pieces:
@@ -366,6 +390,10 @@ class LLM:
             raise InvalidRequestError(f"{where}{error}", error.param) from None
         request_id = str(next(self._request_ids))
         sequences = []
+        try:
+            self.check_form(params)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{where}{error}", error.param) from None
         for index in range(params.n):
             request = Request(
                 request_id if params.n == 1 else f"{index}_{request_id}", token_ids, child_params(params, index)
@@ -588,6 +616,17 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
             raise
         # What is refused is shown as JSON, and there are values that JSON does not know.
         raise InvalidRequestError(f"messages holds a value that has no JSON form: {error}", "messages") from error
+
+
+def _checked_tools(tools: Any, template: ChatTemplate) -> list[dict[str, Any]]:
+    if not isinstance(tools, (list, tuple)):
+        raise InvalidRequestError(f"tools is {reprlib.repr(tools)}: it must be a list of tools", "tools")
+    if tools and not template.takes_tools:
+        raise InvalidRequestError("the model's chat template does not know tools", "tools")
+    try:
+        return read_tools(tools)
+    except TypeError as error:
+        raise InvalidRequestError(f"tools holds a value that has no JSON form: {error}", "tools") from error
 
 
 def child_params(params: SamplingParams, index: int) -> SamplingParams:
