@@ -27,6 +27,7 @@ HEAVY = {
     "zmq",
     "tokenizers",
     "safetensors",
+    "llguidance",
 }
 BASE = {"types", "config", "errors"}
 
@@ -49,6 +50,8 @@ RULES = {
     "config": rule(BASE),
     "errors": rule(BASE),
     "validation": rule(BASE),
+    "step_account": rule(BASE),
+    "structured": rule(BASE, late={"llguidance"}),
     "checkpoint": rule(BASE | {"checkpoint"}),
     "checkpoint.loader": rule(BASE | {"checkpoint"}, {"torch", "safetensors"}),
     "distributed": rule(BASE, {"torch"}),
@@ -62,17 +65,18 @@ RULES = {
         BASE | {"scheduler", "cache.block_allocator", "cache.prefix_index", "cache.capacity"},
     ),
     "sampling": rule({"sampling", "types", "errors", "kernels"}, {"torch"}),
+    "sampling.grammar": rule({"sampling", "types", "errors", "structured"}, {"torch", "llguidance"}),
     "executor": rule(
         BASE | {"executor", "models", "layers", "kernels", "checkpoint", "cache", "sampling", "distributed"}, {"torch"}
     ),
     "executor.protocol": rule(BASE),
-    "engine": rule(BASE | {"validation", "scheduler", "executor.protocol", "cache.capacity"}),
+    "engine": rule(BASE | {"step_account", "validation", "scheduler", "executor.protocol", "cache.capacity"}),
     "sim": rule(BASE | {"executor.protocol", "cache.capacity"}),
     "engine_args": rule(BASE | {"checkpoint", "cache.capacity"}, late={"torch", "tokenizers"}),
-    "engine_process": rule(BASE, {"zmq"}, late={"engine", "executor", "sim", "torch"}),
-    "engine_client": rule(BASE | {"engine_process"}, {"zmq"}),
+    "engine_process": rule(BASE | {"step_account"}, {"zmq"}, late={"engine", "executor", "sim", "torch"}),
+    "engine_client": rule(BASE | {"engine_process", "step_account"}, {"zmq"}),
     "server": rule(
-        BASE | {"", "server", "validation", "engine_client", "engine_process"},
+        BASE | {"", "server", "validation", "structured", "engine_client", "engine_process"},
         {"fastapi", "starlette", "uvicorn", "tokenizers"},
     ),
     "server.tokenizer": rule(BASE | {"server"}, {"tokenizers"}),
@@ -81,14 +85,14 @@ RULES = {
     "llm": rule(
         BASE
         | {"validation", "engine", "engine_args", "executor", "checkpoint", "server.tokenizer", "server.detokenizer"}
-        | {"server.text_state", "server.chat", "server.messages", "pocket"},
+        | {"server.text_state", "server.chat", "server.messages", "server.tools", "pocket"},
     ),
     "dummy": rule(BASE | {"checkpoint"}, {"torch", "safetensors", "tokenizers"}),
     "local_server": rule(BASE),
     "__main__": rule({"cli"}),
-    "cli": rule({"", "openmp", *BASE}, late={"*"}),
+    "cli": rule({"", "cli", "openmp", *BASE}, late={"*"}),
     "demo": rule({"", "*"}, late={"*"}),
-    "bench": rule({"", "*"}, late={"*"}),
+    "bench": rule({"", "*"}, HEAVY, late={"*"}),
     "pocket": rule({"", "*"}, HEAVY, late={"*"}),
 }
 

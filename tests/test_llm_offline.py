@@ -11,6 +11,7 @@ import pytest
 import bireme.llm
 from bireme import LLM, SamplingParams
 from bireme.errors import ConfigError, EngineDeadError, InvalidRequestError
+from bireme.server.chat import ChatTemplate
 from bireme.sim import SimExecutor, sim_capacity
 
 
@@ -154,6 +155,41 @@ def test_chat_goes_through_the_template_one_or_several_conversations(llm: LLM) -
     two = llm.chat([conversation, conversation], greedy(max_tokens=1), use_tqdm=False)
     assert [result.prompt for result in two] == [one[0].prompt] * 2
     assert one[0].prompt is not None and "<|im_start|>user\nhi<|im_end|>" in one[0].prompt
+
+
+def test_chat_describes_tools_to_the_model_as_the_server_does(folder: Path, sim: Callable[..., SimExecutor]) -> None:
+    sim()
+    function = {"name": "lookup", "description": "Finds a word.", "parameters": {"type": "object", "properties": {}}}
+    with LLM("pocket") as llm:
+        tools = [{"type": "function", "function": {**function, "strict": None}}]
+        conversation = [{"role": "user", "content": "hi"}]
+        (result,) = llm.chat(conversation, greedy(max_tokens=1), use_tqdm=False, tools=tools)
+        assert result.prompt is not None and '"name": "lookup"' in result.prompt and "strict" not in result.prompt
+        plain = llm.render_chat(conversation)
+        assert llm.render_chat(conversation, tools=[]) == llm.render_chat(conversation, tools=None) == plain
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ({"type": "function"}, "must be a list"),
+        (["lookup"], "must be an object"),
+        ([{"type": "retrieval"}], "only tools of type 'function'"),
+        ([{"type": "function", "function": {"name": "a b"}}], "name"),
+        ([{"type": "function", "function": {"name": "a", "parameters": {1, 2}}}], "tools"),
+    ],
+)
+def test_chat_refuses_bad_tools_by_name(sim: Callable[..., SimExecutor], tools: Any, message: str) -> None:
+    sim()
+    with LLM("pocket") as llm, pytest.raises(InvalidRequestError, match=message):
+        llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False, tools=tools)
+
+
+def test_chat_refuses_tools_that_the_template_does_not_know(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "a"}}]
+    llm._template = ChatTemplate("{{ messages[0].content }}")
+    with pytest.raises(InvalidRequestError, match="does not know tools"):
+        llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False, tools=tools)
 
 
 def test_a_stream_adds_up_to_the_whole_and_leaving_it_early_frees_the_row(llm: LLM) -> None:

@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 
 from bireme.checkpoint.headers import verify_checkpoint
 from bireme.checkpoint.hf_config import load_model_config
-from bireme.cli import POCKET, app, model_and_prompt
+from bireme.cli import app
+from bireme.cli.generate import model_and_prompt
+from bireme.cli.options import POCKET
 from bireme.errors import ConfigError
 from bireme.pocket import NAME, evaluate, model_path, resolve
 from bireme.pocket.evaluate import Answer, Row, agrees, openai_messages, read_requirements, rows_of, shortfalls

@@ -423,6 +423,9 @@ def test_prompt_token_ids_of_a_chat_show_what_the_template_made(http: httpx.Clie
     text = tokenizer.decode(whole["prompt_token_ids"], skip_special_tokens=False)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert whole["choices"][0]["token_ids"] == whole["prompt_token_ids"][:1]
+    chunks = events(http, "/v1/chat/completions", body | {"max_tokens": 5})
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
 
 
 # ---- the official client ----
@@ -438,7 +441,6 @@ def test_the_official_client_raises_its_own_errors(client: openai.OpenAI) -> Non
         client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": "x"}],
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
             tool_choice="required",
         )
 

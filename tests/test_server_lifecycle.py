@@ -125,13 +125,18 @@ def test_a_client_that_leaves_in_decode_frees_its_slot_within_two_steps(
 
 @pytest.mark.parametrize("how", ["RST", "FIN", "half-close"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_in_prefill_frees_its_slot(slow: RunningServer, how: str, stream: bool) -> None:
+def test_a_client_that_leaves_in_prefill_frees_its_slot_within_two_steps(
+    slow: RunningServer, how: str, stream: bool
+) -> None:
     prefilled = slow.metric("bireme_prefill_tokens_total")
     generated = slow.metric("vllm:generation_tokens_total")
     sock = raw_post(slow.port, "/v1/completions", {"prompt": [5] * 1900, "max_tokens": 100, "stream": stream})
     slow.wait_for("vllm:num_requests_running", 1)
     leave(sock, how)
+    steps = slow.metric("bireme_steps_total")
     slow.wait_for("bireme_state_slots_free", 2)
+    assert slow.metric("bireme_steps_total") - steps <= 2
+    assert slow.metric("bireme_kv_blocks_free") == slow.metric("bireme_kv_blocks_total")
     assert slow.metric("bireme_prefill_tokens_total") - prefilled < 1900
     assert slow.metric("vllm:generation_tokens_total") == generated
     sock.close()
@@ -139,16 +144,21 @@ def test_a_client_that_leaves_in_prefill_frees_its_slot(slow: RunningServer, how
 
 @pytest.mark.parametrize("how", ["RST", "FIN", "half-close"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_while_queued_leaves_the_queue(slow: RunningServer, how: str, stream: bool) -> None:
+def test_a_client_that_leaves_while_queued_leaves_the_queue_within_two_steps(
+    slow: RunningServer, how: str, stream: bool
+) -> None:
     running = [raw_post(slow.port, "/v1/completions", ENDLESS | {"stream": True}, read=True) for _ in range(2)]
     queued = raw_post(slow.port, "/v1/completions", ENDLESS | {"stream": stream})
     slow.wait_for("vllm:num_requests_waiting", 1)
     leave(queued, how)
+    steps = slow.metric("bireme_steps_total")
     slow.wait_for("vllm:num_requests_waiting", 0)
+    assert slow.metric("bireme_steps_total") - steps <= 2
     assert slow.metric("vllm:num_requests_running") == 2
     for sock in (*running, queued):
         sock.close()
     slow.wait_for("bireme_state_slots_free", 2)
+    assert slow.metric("bireme_kv_blocks_free") == slow.metric("bireme_kv_blocks_total")
 
 
 def test_all_answers_of_a_call_end_when_its_client_leaves(slow: RunningServer) -> None:

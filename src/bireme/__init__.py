@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bireme.llm import LLM
-    from bireme.types import SamplingParams
+    from bireme.types import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,8 +21,8 @@ def __getattr__(name: str) -> Any:
         from bireme.llm import LLM
 
         return LLM
-    if name == "SamplingParams":
-        from bireme.types import SamplingParams
+    if name in ("SamplingParams", "StructuredOutputsParams"):
+        from bireme import types
 
-        return SamplingParams
+        return getattr(types, name)
     raise AttributeError(f"module 'bireme' has no attribute {name!r}")

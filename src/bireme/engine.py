@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import msgspec
@@ -18,6 +20,11 @@ from bireme.types import EngineStats, FinishReason, Request, RequestOutput, Step
 from bireme.validation import check_request
 
 __all__ = ["EngineCore", "check_request"]
+
+logger = logging.getLogger(__name__)
+
+PREPARE_SECONDS = 0.002
+"""How long a step with nothing else to do waits for an answer's form to be compiled."""
 
 
 class EngineCore:
@@ -53,6 +60,9 @@ class EngineCore:
         self.account = StepAccount()
         self._plans: deque[StepPlan] = deque()
         self._host_seconds = 0.0
+        # Requests whose answer's form is being compiled, and what was compiled for those that are open.
+        self._preparing: dict[str, Request] = {}
+        self._prepared: dict[str, Future[Any]] = {}
 
     @property
     def is_dead(self) -> bool:
@@ -62,7 +72,11 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         """True while ``step`` has something to do or to give."""
-        return bool(self._pending) or (self.error is None and self.scheduler.has_unfinished)
+        return bool(self._pending) or (self.error is None and self._has_work)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._preparing) or self.scheduler.has_unfinished
 
     def add_request(self, request: Request) -> None:
         """Queue a request. One that can never be served, or finds the queue full, is answered by the next ``step``.
@@ -76,7 +90,11 @@ class EngineCore:
         self._require_alive()
         try:
             check_request(request, self.config.model.vocab_size, self.capacity, self.ledger)
-            self.scheduler.add(request)
+            if request.params.structured_outputs is None:
+                self.scheduler.add(request)
+            else:
+                self._prepared[request.request_id] = self.executor.prepare(request.params)
+                self._preparing[request.request_id] = request
         except InvalidRequestError as error:
             self._refuse(request.request_id, error, is_invalid=True, error_param=error.param)
         except QueueFullError as error:
@@ -86,10 +104,14 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """End a request at any moment; the next ``step`` gives its terminal output. An id not open is ignored."""
-        output = self.scheduler.abort(request_id) if self.error is None else None
+        if self.error is not None:
+            return
+        if self._preparing.pop(request_id, None) is not None:
+            output: RequestOutput | None = RequestOutput(request_id, [], FinishReason.ABORT)
+        else:
+            output = self.scheduler.abort(request_id)
         if output is not None:
-            self.ledger.record([output])
-            self._pending.append(output)
+            self._give([output])
 
     def step(self) -> list[RequestOutput]:
         """Keep the executor busy and take in one result, if any is due. Blocks while that step runs.
@@ -101,6 +123,8 @@ class EngineCore:
         """
         self._require_alive()
         scheduler, executor = self.scheduler, self.executor
+        if self._preparing:
+            self._queue_prepared()
         try:
             while scheduler.num_in_flight < executor.depth:
                 started = time.perf_counter()
@@ -114,8 +138,7 @@ class EngineCore:
                 result = executor.collect()
                 started = time.perf_counter()
                 outputs = scheduler.commit(result)
-                self.ledger.record(outputs)
-                self._pending += outputs
+                self._give(outputs)
                 self.account.add(self._plans.popleft(), result)
                 self._host_seconds += time.perf_counter() - started
         except ExecutorError as error:
@@ -145,7 +168,7 @@ class EngineCore:
         """A snapshot. ``host_seconds`` is schedule and commit; ``model_seconds`` is what rank 0 measured."""
         scheduler, account = self.scheduler, self.account
         return EngineStats(
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + len(self._preparing),
             num_running=scheduler.num_running,
             num_free_slots=scheduler.slots.num_free,
             num_slots=scheduler.slots.num_slots,
@@ -168,6 +191,8 @@ class EngineCore:
         self.ledger.assert_settled()
         if self._pending:
             raise RuntimeError(f"not idle: {len(self._pending)} outputs were not given")
+        if self._prepared:
+            raise RuntimeError(f"not idle: the forms of {len(self._prepared)} requests were kept")
         self.scheduler.assert_idle()
 
     def _end(self, why_dead: str, reason: FinishReason, error: str | None) -> list[RequestOutput]:
@@ -175,9 +200,42 @@ class EngineCore:
             return []
         self.error = why_dead
         ended = [RequestOutput(request_id, [], reason, error=error) for request_id in self.ledger.open_ids]
+        self._preparing.clear()
+        self._prepared.clear()
         self.ledger.record(ended)
         self._pending += ended
         return self._take_pending()
+
+    def _queue_prepared(self) -> None:
+        """Queue the requests whose form has been compiled, in order of arrival; with nothing else to do, wait a bit."""
+        if not self._pending and not self.scheduler.has_unfinished:
+            wait([self._prepared[each] for each in self._preparing], PREPARE_SECONDS, FIRST_COMPLETED)
+        for request in [each for each in self._preparing.values() if self._prepared[each.request_id].done()]:
+            del self._preparing[request.request_id]
+            try:
+                self._prepared[request.request_id].result()
+                self.scheduler.add(request)
+            except InvalidRequestError as error:
+                verdict: dict[str, Any] = {"error": str(error), "is_invalid": True, "error_param": error.param}
+            except QueueFullError as error:
+                verdict = {"error": str(error), "is_overloaded": True}
+            except Exception as error:
+                verdict = {"error": f"preparing the answer's form failed: {type(error).__name__}"}
+                logger.exception("preparing the form of request %s failed", request.request_id)
+            else:
+                continue
+            self._give([RequestOutput(request.request_id, [], FinishReason.ERROR, **verdict)])
+
+    def _give(self, outputs: list[RequestOutput]) -> None:
+        """Outputs of open requests, for the next ``step`` to return; let go of what those kept that end with them."""
+        self.ledger.record(outputs)
+        self._pending += outputs
+        if self._prepared:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self._prepared.pop(output.request_id, None)
+        for slot in self.scheduler.take_released():
+            self.executor.release(slot)
 
     def _refuse(self, request_id: str, error: BiremeError, **verdict: Any) -> None:
         output = RequestOutput(request_id, [], FinishReason.ERROR, error=str(error), **verdict)

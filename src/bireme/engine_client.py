@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -36,6 +37,9 @@ LAST_WORDS_SECONDS = 0.2
 EXIT_SECONDS = 10.0
 """How long, beyond draining, the engine may take to leave before it is ended."""
 
+PASS_SECONDS = 0.001
+"""After so long the event loop's other work has its turn: an engine that is ahead must not silence it."""
+
 
 class Submission:
     """Requests handed in together, and what has come back for any of them.
@@ -43,7 +47,7 @@ class Submission:
     Use it as an async context manager: whatever is unfinished at its end is aborted.
     """
 
-    __slots__ = ("_client", "_items", "_left", "_open", "_waiter")
+    __slots__ = ("_client", "_is_nudged", "_items", "_left", "_open", "_waiter")
 
     def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
         self._client = client
@@ -51,27 +55,39 @@ class Submission:
         self._items: list[RequestOutput] = []
         self._waiter: asyncio.Future[None] | None = None
         self._left = False
+        self._is_nudged = False
 
     @property
     def num_open(self) -> int:
         """Requests without their terminal output (taken or not)."""
         return len(self._open)
 
+    @property
+    def is_over(self) -> bool:
+        """True when ``take`` has nothing more to give."""
+        return self._left or not (self._open or self._items)
+
     async def take(self) -> list[RequestOutput]:
         """Wait until something has arrived and return all of it, in order.
 
-        Empty once every request has ended, and after ``leave``.
+        Empty once every request has ended, after ``leave``, and after a ``nudge`` if there is nothing.
         What one step gave for all the requests arrives together. Only one task may wait.
         """
-        while not self._items and self._open and not self._left:
+        while not self._items and self._open and not self._left and not self._is_nudged:
             self._waiter = self._client.loop.create_future()
             await self._waiter
+        self._is_nudged = False
         items, self._items = self._items, []
         return [] if self._left else items
 
     def leave(self) -> None:
         """Nobody wants the rest: ``take`` returns nothing from now on. Whoever waits in it is woken."""
         self._left = True
+        self._wake()
+
+    def nudge(self) -> None:
+        """Let the next or the waiting ``take`` return, though nothing may have arrived."""
+        self._is_nudged = True
         self._wake()
 
     def abort(self, request_id: str) -> None:
@@ -248,16 +264,24 @@ class EngineClient:
             self.engine.commands.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def _receive(self) -> None:
-        """Take in every message that has arrived and hand its outputs out, all in one pass."""
+        """Take in what has arrived and hand its outputs out; of very much, a part now and the rest soon."""
         if self._is_gone:
             return
+        if self._take_in(time.perf_counter() + PASS_SECONDS):
+            # The descriptor tells of new messages only, so that the rest needs a call of its own.
+            self.loop.call_soon(self._receive)
+
+    def _take_in(self, until: float) -> bool:
+        """Take in messages until none is left (False), or the performance counter is past ``until`` (True)."""
         receive = self.engine.events.recv
         decode = self._decoder.decode
-        while True:
+        num_read = self.engine.num_read
+        while time.perf_counter() < until:
             try:
                 message = decode(receive(zmq.NOBLOCK))
             except zmq.Again:
-                return
+                return False
+            num_read.value += 1
             if type(message) is Step:
                 self.stats = message.stats
                 if message.report is not None:
@@ -267,6 +291,7 @@ class EngineClient:
                 self._hand_out(message.outputs)
             else:
                 self._handle(message)
+        return True
 
     def _hand_out(self, outputs: list[RequestOutput]) -> None:
         submissions = self._open
@@ -304,7 +329,7 @@ class EngineClient:
         """The process is gone; whatever it had to say has been said."""
         if self._is_gone:
             return
-        self._receive()
+        self._take_in(math.inf)
         self._detach()
         self.engine.process.join(0)
         self._die(_how_it_ended(self.engine.process.exitcode))

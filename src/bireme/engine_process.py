@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import logging
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import zmq
@@ -42,6 +43,12 @@ CHECK_MILLISECONDS = 500
 
 EXIT_SECONDS = 5.0
 """How long an engine whose parent died may take to leave before it is ended the hard way."""
+
+MAX_HELD_STEPS = 16
+"""Steps whose outputs are gathered for a reader who has not taken the last message; then the engine waits for him."""
+
+PAUSE_MILLISECONDS = 1
+"""How often an engine that waits for its reader looks again."""
 
 FAILED_EXIT_CODE = 1
 
@@ -117,6 +124,7 @@ class EngineProcess:
         process: the engine process; its ranks are children of that.
         commands: PUSH socket for ToEngine messages.
         events: PULL socket of FromEngine messages.
+        num_read: messages that the reader of ``events`` has taken; the reader counts them here, and the engine looks.
     """
 
     def __init__(self, config: EngineConfig, executor_factory: ExecutorFactory | None, drain_seconds: float) -> None:
@@ -126,6 +134,7 @@ class EngineProcess:
         self.commands = self._bind(zmq.PUSH, "commands")
         self.events = self._bind(zmq.PULL, "events")
         spawn = multiprocessing.get_context("spawn")
+        self.num_read = spawn.RawValue(ctypes.c_uint64, 0)
         # The engine holds the other end and takes its closing, however this process ends, as the order to leave.
         parent_end, self._lifeline = spawn.Pipe(duplex=False)
         on_main_thread = threading.current_thread() is threading.main_thread()
@@ -135,6 +144,7 @@ class EngineProcess:
                 config,
                 executor_factory,
                 self._folder,
+                self.num_read,
                 parent_end,
                 on_main_thread,
                 drain_seconds,
@@ -204,7 +214,13 @@ def launch_engine(
 def _log_style() -> tuple[int, logging.Formatter]:
     """How this process logs, so that the engine's lines look like its own."""
     root = logging.getLogger()
-    formatters = [handler.formatter for handler in root.handlers if type(handler.formatter) is logging.Formatter]
+    # One of the package's own or of the standard library's: others may not survive the way to a process.
+    formatters = [
+        handler.formatter
+        for handler in root.handlers
+        if handler.formatter is not None
+        and type(handler.formatter).__module__.partition(".")[0] in ("bireme", "logging")
+    ]
     return root.getEffectiveLevel(), formatters[0] if formatters else logging.Formatter(LOG_FORMAT)
 
 
@@ -256,6 +272,7 @@ def _engine_main(
     config: EngineConfig,
     executor_factory: ExecutorFactory | None,
     folder: str,
+    num_read: ctypes.c_uint64,
     lifeline: Connection,
     watch_parent: bool,
     drain_seconds: float,
@@ -277,7 +294,7 @@ def _engine_main(
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(_endpoint(folder, name))
     try:
-        code = run_engine(config, executor_factory, commands, events, leave)
+        code = run_engine(config, executor_factory, commands, Outbox(events, num_read), leave)
     finally:
         commands.close(linger=0)
         events.close(linger=0 if leave.is_orphan else int(EXIT_SECONDS * 1000))
@@ -305,11 +322,40 @@ def _die_with_parent(folder: str, lifeline: Connection, watch_parent: bool, leav
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
+class Outbox:
+    """The way out of the engine process.
+
+    Args:
+        events: PUSH socket for FromEngine messages.
+        num_read: how many of them the reader has taken.
+
+    Attributes:
+        held: outputs that go with the next message.
+    """
+
+    def __init__(self, events: zmq.Socket[bytes], num_read: ctypes.c_uint64) -> None:
+        self._events = events
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._num_read = num_read
+        self._num_sent = 0
+        self.held: list[RequestOutput] = []
+
+    @property
+    def is_behind(self) -> bool:
+        """The reader has not taken the last message: what comes now is gathered for the next."""
+        return self._num_sent > self._num_read.value
+
+    def publish(self, message: FromEngine) -> None:
+        """Send at once, however far the reader is."""
+        self._num_sent += 1
+        self._events.send(self._encode(message))
+
+
 def run_engine(
     config: EngineConfig,
     executor_factory: ExecutorFactory | None,
     commands: zmq.Socket[bytes],
-    events: zmq.Socket[bytes],
+    outbox: Outbox,
     leave: LeaveRequest,
 ) -> int:
     """Build the engine, serve until told to leave or until it fails, and return the process's exit code.
@@ -318,11 +364,7 @@ def run_engine(
     """
     from bireme.engine import EngineCore
 
-    encoder = msgspec.msgpack.Encoder()
-
-    def publish(message: FromEngine) -> None:
-        events.send(encoder.encode(message))
-
+    publish = outbox.publish
     executor: Executor | None = None
     try:
         if executor_factory is None:
@@ -336,55 +378,63 @@ def run_engine(
         if executor is not None:
             executor.shutdown()
         return FAILED_EXIT_CODE
+    # What has been loaded stays: a full collection that went through it would hold every stream up.
+    gc.collect()
+    gc.freeze()
     leave.is_serving = True
     publish(Ready(core.capacity))
     try:
-        last_outputs = _serve(core, commands, publish, leave)
+        last_outputs = _serve(core, commands, outbox, leave)
     except Exception as error:
         last_outputs = core.fail(_explain(error, "the engine failed"))
     if core.error is not None:
-        publish(Died(core.error, last_outputs))
+        publish(Died(core.error, outbox.held + last_outputs))
         core.shutdown()
         return FAILED_EXIT_CODE
-    publish(Step(core.shutdown(), core.stats()))
+    publish(Step(outbox.held + core.shutdown(), core.stats()))
     publish(Drained())
     return 0
 
 
-def _serve(
-    core: EngineCore, commands: zmq.Socket[bytes], publish: Callable[[FromEngine], None], leave: LeaveRequest
-) -> list[RequestOutput]:
+def _serve(core: EngineCore, commands: zmq.Socket[bytes], outbox: Outbox, leave: LeaveRequest) -> list[RequestOutput]:
     """Drain → step → publish, until a leaving engine has nothing more to do (or no more time), or the engine is dead.
 
     Returns:
-        What a dead engine's last step gave: it is for the message that tells of the death, so that nobody who reads
-        one of these errors finds the engine alive.
+        What a dead engine's last check gave. It and what the outbox holds are for the message that tells of the death,
+        so that nobody who reads one of these errors finds the engine alive.
     """
     decoder = msgspec.msgpack.Decoder(ToEngine)
+    outputs = outbox.held
+    has_news = False
+    num_held = 0
     while True:
         if leave.deadline is not None and (not core.has_unfinished or time.monotonic() >= leave.deadline):
             return []
-        outputs: list[RequestOutput] = []
-        has_news = False
         if not core.has_unfinished and not commands.poll(CHECK_MILLISECONDS):
-            outputs = core.check()
+            last_outputs = core.check()
             if core.is_dead:
-                return outputs
+                return last_outputs
             continue
-        while True:
-            try:
-                message = decoder.decode(commands.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                break
+        while cast(int, commands.get(zmq.EVENTS)) & zmq.POLLIN:
+            message = decoder.decode(commands.recv())
             has_news = True
             outputs += _apply(core, message, leave)
+        if num_held >= MAX_HELD_STEPS and outbox.is_behind:
+            commands.poll(PAUSE_MILLISECONDS)
+            continue
         if core.has_unfinished:
             outputs += core.step()
         if core.is_dead:
-            return outputs
+            return []
+        if outbox.is_behind and core.has_unfinished:
+            num_held += 1
+            continue
         report = core.account.report(is_last=not core.has_unfinished)
         if outputs or has_news or report is not None:
-            publish(Step(outputs, core.stats(), report))
+            outbox.publish(Step(outputs, core.stats(), report))
+            outputs.clear()
+            has_news = False
+            num_held = 0
 
 
 def _apply(core: EngineCore, message: ToEngine, leave: LeaveRequest) -> list[RequestOutput]:

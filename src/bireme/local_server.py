@@ -40,12 +40,15 @@ def exit_on_sigterm() -> None:
 
 
 @contextlib.contextmanager
-def running_server(model: str | Path, *flags: str, log: IO[bytes] | None = None) -> Iterator[RunningServer]:
+def running_server(
+    model: str | Path, *flags: str, log: IO[bytes] | None = None, program: tuple[str, ...] = ("bireme", "serve")
+) -> Iterator[RunningServer]:
     """Start ``bireme serve`` on a free port and wait until it is healthy; it is gone when the block ends.
 
     Args:
         model: a checkpoint folder, or ``pocket``.
         log: where its output goes; None for this process's own.
+        program: the module that is run, and what comes before the model on its command line.
 
     Raises:
         EngineDeadError: it ended, or was not healthy in time.
@@ -53,7 +56,7 @@ def running_server(model: str | Path, *flags: str, log: IO[bytes] | None = None)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "bireme", "serve", str(model), "--port", str(port), *flags]
+    command = [sys.executable, "-m", *program, str(model), "--port", str(port), *flags]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     server = RunningServer(process, f"http://127.0.0.1:{port}")
     try:

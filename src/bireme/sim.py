@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from bireme.config import CHUNK_ALIGNMENT, CacheCapacity
 from bireme.errors import ExecutorError
-from bireme.types import NewRequest, PrefillRow, StepOutput, StepPlan, TokenLogprobs
+from bireme.types import NewRequest, PrefillRow, SamplingParams, StepOutput, StepPlan, TokenLogprobs
 
 Script = Callable[[Sequence[int], int], int]
 """(prompt token ids, output position from 0) → the token that is drawn there."""
@@ -102,6 +104,15 @@ class SimExecutor:
         self._outstanding: deque[tuple[StepOutput, float]] = deque()
         self._next_seq = 0
         self._device_free_at = 0.0
+
+    def prepare(self, params: SamplingParams) -> Future[Any]:
+        """Nothing to make ready: the script decides on every token, whatever form was asked for."""
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+    def release(self, slot: int) -> None:
+        """Nothing is kept."""
 
     def submit(self, plan: StepPlan) -> None:
         """Check and run ``plan``; its result waits for ``collect``.
@@ -264,7 +275,7 @@ class SimExecutor:
         if params.max_tokens is not None and owner.num_outputs >= params.max_tokens:
             raise PlanViolation(f"slot {owner.new.slot} draws past its max_tokens {params.max_tokens}")
         token_id = self._script(owner.new.prompt_token_ids, owner.num_outputs)
-        if owner.num_outputs < params.min_tokens:
+        if owner.num_outputs < params.min_tokens and params.structured_outputs is None:
             while token_id in owner.new.suppressed_token_ids:
                 token_id += 1
         owner.num_outputs += 1

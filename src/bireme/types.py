@@ -32,6 +32,80 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What form an answer must have; exactly one of the first five fields is given. Names are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as an object or as its text (kept as text).
+        regex: a regular expression of the whole answer, in the syntax of Rust's ``regex``.
+        choice: the answers there are (a list will do).
+        grammar: a context-free grammar in Lark's syntax as llguidance reads it, or in GBNF (``root ::= ...``).
+        json_object: True asks for any JSON object.
+        begins_after: the answer is free until this text has come, e.g. ``</think>``; up to two line breaks may follow
+            it. Empty: the form holds from the first token.
+        or_calls: tool calls (rules of a Lark grammar, starting at ``calls``) that may stand in the answer's place.
+        field: the request field that asked for it, which errors name.
+
+    Raises:
+        InvalidRequestError: none or several forms are given, or one of a wrong type; names the fields.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    begins_after: str = ""
+    or_calls: str = ""
+    field: str = "structured_outputs"
+
+    def __post_init__(self) -> None:
+        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"{self.field} holds {' and '.join(given) or 'no form'}: give exactly one of {', '.join(STRUCTURES)}",
+                self.field,
+            )
+        if not isinstance(self.json_object, bool):
+            raise InvalidRequestError(f"{self.field}: json_object must be True or False", self.field)
+        if self.json is not None and not isinstance(self.json, str):
+            msgspec.structs.force_setattr(self, "json", self._schema_text())
+        if self.choice is not None:
+            msgspec.structs.force_setattr(self, "choice", self._choices())
+        for name in ("json", "regex", "grammar", "begins_after", "or_calls"):
+            text = getattr(self, name)
+            if text is not None and (not isinstance(text, str) or find_surrogate(text) is not None):
+                raise InvalidRequestError(f"{self.field}: {name} must be a string of valid Unicode", self.field)
+        if self.regex == "" or self.grammar == "":
+            raise InvalidRequestError(f"{self.field}: {given[0]} is empty", self.field)
+
+    def _schema_text(self) -> str:
+        if not isinstance(self.json, dict):
+            raise InvalidRequestError(f"{self.field}: json must be a JSON schema, an object", self.field)
+        try:
+            return msgspec.json.encode(self.json).decode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{self.field}: json has no JSON form: {error}", self.field) from error
+
+    @property
+    def json_text(self) -> str:
+        """The schema as text, ``""`` without one."""
+        return self.json if isinstance(self.json, str) else ""
+
+    def _choices(self) -> tuple[str, ...]:
+        choices = self.choice
+        sound = isinstance(choices, (list, tuple)) and all(
+            isinstance(text, str) and text and find_surrogate(text) is None for text in choices
+        )
+        if not choices or not sound:
+            raise InvalidRequestError(f"{self.field}: choice must be a list of non-empty strings", self.field)
+        return tuple(choices)
+
+
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
+"""The forms that StructuredOutputsParams knows."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample one request; names, meanings and defaults are vLLM's.
 
@@ -62,6 +136,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "stop", _stop_strings(self.stop))
@@ -100,6 +175,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 check_integer(name, count, 0, MAX_LOGPROBS)
+        structured = self.structured_outputs
+        if structured is not None:
+            if not isinstance(structured, StructuredOutputsParams):
+                raise InvalidRequestError(
+                    f"structured_outputs is {structured!r}: it must be a StructuredOutputsParams", "structured_outputs"
+                )
+            if self.ignore_eos:
+                raise InvalidRequestError(
+                    f"ignore_eos is True: an answer in the form of {structured.field} ends where its form ends",
+                    "ignore_eos",
+                )
 
     @property
     def is_greedy(self) -> bool:
@@ -274,6 +360,7 @@ class StepOutput(msgspec.Struct, array_like=True):
     ``logprobs[i]`` is None for rows that asked for none (the whole list is None when no row asked).
     ``prompt_logprobs`` maps a slot to the entries of the prompt tokens whose predictions this step computed.
     ``num_padding_rows`` rows ran beside the plan's decode rows, to fill the bucket of a captured graph.
+    ``failed_slots``: rows whose form could not be followed any further, with why; their tokens mean nothing.
     """
 
     seq: int
@@ -282,6 +369,7 @@ class StepOutput(msgspec.Struct, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     model_seconds: float = 0.0
     num_padding_rows: int = 0
+    failed_slots: dict[int, str] | None = None
 
 
 class EngineStats(msgspec.Struct, kw_only=True, array_like=True):

@@ -23,7 +23,7 @@ class DeferredOutput:
         sampled: token ids and the table of log-probabilities, on the device.
         started: recorded before the step's first kernel.
         num_padding_rows: rows of padding that ran with the step.
-        prompt_logprobs: as in ``StepOutput``.
+        prompt_logprobs, failed_slots: as in ``StepOutput``.
     """
 
     def __init__(
@@ -33,12 +33,14 @@ class DeferredOutput:
         started: torch.cuda.Event,
         num_padding_rows: int,
         prompt_logprobs: dict[int, list[TokenLogprobs]] | None,
+        failed_slots: dict[int, str] | None = None,
     ) -> None:
         self.seq = seq
         self._sampled = sampled
         self._started = started
         self._num_padding_rows = num_padding_rows
         self._prompt_logprobs = prompt_logprobs
+        self._failed_slots = failed_slots
         self._token_ids = to_host(sampled.token_ids)
         table = sampled.logprob_table
         self._logprob_table = None if table is None else to_host(table)
@@ -56,6 +58,10 @@ class DeferredOutput:
         """Whether somebody has had the result already."""
         return self._output is not None
 
+    def seconds_until(self, later: DeferredOutput) -> float:
+        """On the device, from the end of this step to the end of a later one; both have ended."""
+        return self._finished.elapsed_time(later._finished) / 1000.0
+
     def result(self) -> StepOutput:
         """The output; waits for the device. Raises what CUDA raises when a kernel of the step failed."""
         if self._output is None:
@@ -67,5 +73,6 @@ class DeferredOutput:
                 prompt_logprobs=self._prompt_logprobs,
                 model_seconds=self._started.elapsed_time(self._finished) / 1000.0,
                 num_padding_rows=self._num_padding_rows,
+                failed_slots=self._failed_slots,
             )
         return self._output

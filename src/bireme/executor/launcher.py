@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import NoReturn
+from concurrent.futures import Future
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -38,7 +39,7 @@ from bireme.executor.worker import (
     describe_failure,
     resolve_factory,
 )
-from bireme.types import StepOutput, StepPlan
+from bireme.types import SamplingParams, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -283,6 +284,19 @@ class LocalExecutor:
         with contextlib.suppress(ChannelClosed):
             channel.send(self._encoder.encode(launch))
         return RankProcess(rank, process, channel)
+
+    # ---- requests that need more than a plan: rank 0 samples, so it alone is told ----
+
+    def prepare(self, params: SamplingParams) -> Future[Any]:
+        """See ``protocol.Executor.prepare``."""
+        if self._runner is None:
+            raise ExecutorError("the executor has been shut down")
+        return self._runner.prepare(params)
+
+    def release(self, slot: int) -> None:
+        """See ``protocol.Executor.release``."""
+        if self._runner is not None:
+            self._runner.release(slot)
 
     # ---- steps ----
 

@@ -10,6 +10,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +24,18 @@ from bireme.checkpoint.loader import load_rank_weights, random_rank_weights
 from bireme.checkpoint.progress import progress_bar
 from bireme.config import CacheCapacity, EngineConfig
 from bireme.distributed import TpGroup
+from bireme.errors import InvalidRequestError
 from bireme.executor.deferred import DeferredOutput
-from bireme.executor.graphs import Forwarded, Shape, StepGraphs, shapes_for
+from bireme.executor.graphs import Forwarded, Shape, StepGraphs, cuda_recorder, shapes_for
 from bireme.executor.prefill_inputs import PrefillInputs, PrefillSizes, pack
 from bireme.executor.slot_tables import DecodeRows, SlotTables
 from bireme.layers.batch import Batch
 from bireme.models.qwen3_5 import Qwen3_5ForCausalLM
+from bireme.sampling.grammar import GrammarCompiler, SlotGrammars
 from bireme.sampling.logprobs import prompt_logprobs
 from bireme.sampling.params import SlotSampling, to_device
 from bireme.sampling.sampler import SampledRows, Sampler
-from bireme.types import StepOutput, StepPlan, TokenLogprobs
+from bireme.types import SamplingParams, StepOutput, StepPlan, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +66,7 @@ class ModelRunner:
         self.sampler: Sampler | None = None
         self.graphs: StepGraphs | None = None
         self._rows = DecodeRows([], device)
+        self._no_grammars = ""
         # Steps whose tokens the sampler's grammars have yet to see, oldest first.
         self._unobserved: deque[tuple[list[int], DeferredOutput]] = deque()
 
@@ -117,9 +123,36 @@ class ModelRunner:
             self.slot_sampling = SlotSampling(
                 capacity.num_slots, model.vocab_size, self.device, self.config.masked_token_ranges
             )
-            self.sampler = Sampler(self.slot_sampling)
+            self.sampler = Sampler(self.slot_sampling, self._grammars())
         if self.on_cuda and not self.config.enforce_eager and self.group.can_be_captured:
             self._capture(capacity)
+
+    def _grammars(self) -> SlotGrammars:
+        config, compiler = self.config, None
+        try:
+            tokenizer_path = Path(config.model_path) / "tokenizer.json"
+            compiler = GrammarCompiler(tokenizer_path, config.model.vocab_size, config.model.eos_token_ids)
+        except InvalidRequestError as error:
+            self._no_grammars = str(error)
+        return SlotGrammars(config.model.vocab_size, self.device, compiler)
+
+    def prepare(self, params: SamplingParams) -> Future[Any]:
+        """Compile, off the loop, what sampling with ``params`` needs; see ``executor.protocol.Executor.prepare``."""
+        compiler = None if self.sampler is None or self.sampler.grammars is None else self.sampler.grammars.compiler
+        future: Future[Any] = Future()
+        if params.structured_outputs is None:
+            future.set_result(None)
+        elif compiler is None:
+            field = params.structured_outputs.field
+            future.set_exception(InvalidRequestError(f"{field} is not supported: {self._no_grammars}", field))
+        else:
+            return compiler.prepare(params.structured_outputs)
+        return future
+
+    def release(self, slot: int) -> None:
+        """Nobody owns ``slot`` any more, and no plan that is under way has a row of it."""
+        if self.sampler is not None:
+            self.sampler.release(slot)
 
     @torch.inference_mode()
     def _capture(self, capacity: CacheCapacity) -> None:
@@ -129,7 +162,7 @@ class ModelRunner:
         graphs = StepGraphs(self._forward_captured, self.tables, shapes)
         is_first = self.group.rank == 0
         with progress_bar("capturing graphs", counts=True, enabled=self.config.show_progress and is_first) as progress:
-            graphs.capture(progress)
+            graphs.capture(cuda_recorder(), progress)
         self.graphs = graphs
 
     @torch.inference_mode()
@@ -144,7 +177,9 @@ class ModelRunner:
         for new in plan.new_requests:
             self.tables.install(new)
             if self.sampler is not None:
-                self.slot_sampling.install(new)
+                self.sampler.install(new)
+        if self.sampler is not None and not self._unobserved:
+            self.sampler.begin(plan.sampled_slots)
 
         shape = self._graph_shape(plan)
         forwarded = (
@@ -157,7 +192,8 @@ class ModelRunner:
             return None
         if started_on_device is not None:
             num_padding = 0 if shape is None else shape.num_decode - len(plan.decode_slots)
-            output = DeferredOutput(plan.seq, sampled, started_on_device, num_padding, prompt_scores)
+            failed = self.sampler.failures(plan.sampled_slots)
+            output = DeferredOutput(plan.seq, sampled, started_on_device, num_padding, prompt_scores, failed)
             if self.sampler.needs_tokens(plan.sampled_slots):
                 self._unobserved.append((plan.sampled_slots, output))
             return output
@@ -169,10 +205,13 @@ class ModelRunner:
             logprobs=sampled.logprobs(),
             prompt_logprobs=prompt_scores,
             model_seconds=time.perf_counter() - started,
+            failed_slots=self.sampler.failures(plan.sampled_slots),
         )
 
     def close(self) -> None:
         """Nothing outlives the process; the group is closed by whoever made it."""
+        if self.sampler is not None and self.sampler.grammars is not None:
+            self.sampler.grammars.close()
 
     # plan → tensors → hidden rows
 

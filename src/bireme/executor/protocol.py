@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import msgspec
 
 from bireme.config import CacheCapacity, EngineConfig
-from bireme.types import StepOutput, StepPlan
+from bireme.types import SamplingParams, StepOutput, StepPlan
 
 
 class Executor(Protocol):
@@ -19,6 +20,19 @@ class Executor(Protocol):
 
     capacity: CacheCapacity
     depth: int
+
+    def prepare(self, params: SamplingParams) -> Future[Any]:
+        """Make ready, off the loop, what a request with these parameters needs beyond a plan.
+
+        Only parameters with ``structured_outputs`` need anything. The request may be planned once the future is done;
+        whoever waits with that holds on to the future. Its error is an InvalidRequestError where the request can never
+        be served.
+        """
+        ...
+
+    def release(self, slot: int) -> None:
+        """The owner of ``slot``, whose parameters had something prepared, is gone, and so are all plans with it."""
+        ...
 
     def submit(self, plan: StepPlan) -> None:
         """Start ``plan`` on every rank. ``plan.seq`` must be the last one's plus 1 (the first is 0)."""

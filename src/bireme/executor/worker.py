@@ -6,6 +6,7 @@ Also here, because both ends need them: the channel between driver and rank, and
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import msgspec
@@ -28,7 +30,7 @@ from bireme.config import CacheCapacity, EngineConfig
 from bireme.distributed import GroupAborted, GroupSpec, TpGroup, join_group, rank_device
 from bireme.errors import BiremeError, ExecutorError
 from bireme.executor.protocol import Allocate, Done, Execute, Failed, FromRank, Loaded, Ready, Start, Stop, ToRank
-from bireme.types import StepOutput, StepPlan
+from bireme.types import SamplingParams, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,10 @@ class Runner(Protocol):
     def load(self) -> CacheCapacity: ...
 
     def allocate(self, capacity: CacheCapacity) -> None: ...
+
+    def prepare(self, params: SamplingParams) -> Future[Any]: ...
+
+    def release(self, slot: int) -> None: ...
 
     def execute(self, plan: StepPlan) -> StepOutput | Deferred | None: ...
 
@@ -243,6 +249,8 @@ def run_rank(channel: Channel, launch: Launch) -> int:
                     if runner is None:
                         raise ExecutorError(f"rank {rank} was told to allocate before it was told to start")
                     runner.allocate(capacity)
+                    gc.collect()
+                    gc.freeze()  # see engine_process.run_engine
                     send(Ready(rank))
                 case Stop():
                     break

@@ -250,13 +250,18 @@ class SlotSampling:
             (Feature.REPETITION, params.repetition_penalty != 1.0),
             (Feature.FREQUENCY, params.frequency_penalty != 0.0),
             (Feature.PRESENCE, params.presence_penalty != 0.0),
-            (Feature.MIN_TOKENS, params.min_tokens > 0 and self._can_suppress(new.suppressed_token_ids)),
+            (Feature.MIN_TOKENS, self._suppresses(new)),
             (Feature.LOGPROBS, params.logprobs is not None),
         )
         for feature, is_on in optional:
             if is_on:
                 features |= feature
         return features
+
+    def _suppresses(self, new: NewRequest) -> bool:
+        # Where an answer has a form, its mask sees to min_tokens: only there is it known whether another token is left.
+        is_free = new.params.structured_outputs is None
+        return is_free and new.params.min_tokens > 0 and self._can_suppress(new.suppressed_token_ids)
 
     def _can_suppress(self, token_ids: list[int]) -> bool:
         if not token_ids:

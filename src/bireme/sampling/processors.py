@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +56,25 @@ def apply_penalties(
 def suppress(logits: Tensor, suppressed: Tensor, output_positions: Tensor, min_tokens: Tensor) -> Tensor:
     """−inf for ``suppressed`` ids ([n, V] bool) of rows whose position ([n, 1]) is below ``min_tokens`` ([n, 1])."""
     return logits.masked_fill(suppressed & (output_positions < min_tokens), -torch.inf)
+
+
+def apply_mask(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """−inf, in place, for the tokens of ``rows`` whose bit is 0.
+
+    Args:
+        logits: [R, V] float32, contiguous.
+        rows: [n] int64, distinct.
+        words: [n, ceil(V / 32)] int32; bit i % 32 of word i // 32 is token i.
+    """
+    if logits.is_cuda:
+        from bireme.kernels.triton.token_mask import mask_tokens
+
+        mask_tokens(logits, rows, words)
+        return
+    refused = np.unpackbits(~words.numpy().view(np.uint8), axis=1, bitorder="little", count=logits.shape[1])
+    values = logits.numpy()
+    for row, is_refused in zip(rows.tolist(), refused.view(bool), strict=True):
+        np.copyto(values[row], -np.inf, where=is_refused)
 
 
 def weights_of(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """One batched pass from logits to tokens for all rows of a step.
 
-Order: mask of undecodable ids, logit_bias, repetition / frequency / presence penalty, min_tokens, temperature, top-k,
-top-p, min-p, draw. A row's token is a function of its own logits, parameters, counts and output position, bit for bit:
-every operation is elementwise, an exact (integer or maximum) reduction, or a selection among unique keys. Nothing here
-waits for the device.
+Order: mask of undecodable ids, logit_bias, repetition / frequency / presence penalty, min_tokens, mask of the answer's
+form, temperature, top-k, top-p, min-p, draw. A row's token depends on its own logits, parameters, counts and output
+position, bit for bit: every operation is elementwise, an exact (integer or maximum) reduction, or a selection among
+unique keys. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from bireme.sampling.draw import draw_among, draw_full
+from bireme.sampling.grammar import SlotGrammars
 from bireme.sampling.logprobs import score, unpack
 from bireme.sampling.order import argmax_rows
 from bireme.sampling.params import DrawRows, Group, LogprobRows, PenaltyRows, SlotSampling, StepRows
-from bireme.sampling.processors import apply_penalties, min_p_filter, suppress, top_k_top_p, weights_of
-from bireme.types import TokenLogprobs
+from bireme.sampling.processors import apply_mask, apply_penalties, min_p_filter, suppress, top_k_top_p, weights_of
+from bireme.types import NewRequest, TokenLogprobs
 
 FILTER_TILE = 1 << 23
 """Candidates (rows × largest k) that top-k and top-p hold at once: bounds the temporaries to about 0.5 GB."""
@@ -55,10 +56,35 @@ class SampledRows:
 
 
 class Sampler:
-    """Samples from the slots' parameters in ``tables``, and keeps the penalty counts there up to date."""
+    """Samples from the slots' parameters in ``tables``, and keeps the penalty counts there up to date.
 
-    def __init__(self, tables: SlotSampling) -> None:
+    Args:
+        tables: of the slots.
+        grammars: the forms of answers that have one; None where none can have one.
+    """
+
+    def __init__(self, tables: SlotSampling, grammars: SlotGrammars | None = None) -> None:
         self.tables = tables
+        self.grammars = grammars
+
+    def install(self, new: NewRequest) -> None:
+        """Make ``new`` the owner of its slot."""
+        self.tables.install(new)
+        if self.grammars is not None:
+            self.grammars.install(new)
+
+    def release(self, slot: int) -> None:
+        """The slot's owner is gone, and no row of it is under way: keep nothing for it on the host."""
+        if self.grammars is not None:
+            self.grammars.release(slot)
+
+    def begin(self, slots: list[int]) -> None:
+        """Start what the draw of a step's rows needs and the logits do not bring: masks, computed in threads.
+
+        Optional, and early is good. The tokens of every earlier step must have been observed, where they are needed.
+        """
+        if self.grammars is not None:
+            self.grammars.begin(slots)
 
     def __call__(self, logits: Tensor, slots: list[int], output_positions: Tensor) -> SampledRows:
         """Draw one token a row.
@@ -69,12 +95,15 @@ class Sampler:
             output_positions: [R] int64 on the logits' device, tokens that the row's request has put out so far.
         """
         rows = self.tables.select(slots)
+        mask = None if self.grammars is None else self.grammars.finish(slots)
         raw: Tensor | None = None
         if rows.logprobs is not None:
             raw = rows.logprobs.of(logits)
-            if raw is logits and self._edits_logits(rows):
+            if raw is logits and (mask is not None or self._edits_logits(rows)):
                 raw = logits.clone()
         self._process(logits, rows, output_positions)
+        if mask is not None:
+            apply_mask(logits, mask.rows, mask.words)
         token_ids = self._choose(logits, rows, output_positions)
         if rows.penalties is not None:
             self._count(token_ids, rows.penalties)
@@ -85,10 +114,16 @@ class Sampler:
 
     def needs_tokens(self, slots: list[int]) -> bool:
         """Whether a row among ``slots`` is drawn by what its earlier tokens were, so that ``observe`` must see them."""
-        return False
+        return self.grammars is not None and self.grammars.concerns(slots)
 
     def observe(self, slots: list[int], token_ids: list[int]) -> None:
         """Take note of what a step drew, in the order of steps; called for the steps that ``needs_tokens`` names."""
+        if self.grammars is not None:
+            self.grammars.observe(slots, token_ids)
+
+    def failures(self, slots: list[int]) -> dict[int, str] | None:
+        """Rows that cannot be drawn any more as they must be, by slot, with why; None if there is none."""
+        return None if self.grammars is None else self.grammars.failures(slots)
 
     def _edits_logits(self, rows: StepRows) -> bool:
         edits = (self.tables.masked_ids, rows.bias, rows.penalties, rows.suppression)

@@ -124,6 +124,7 @@ class Scheduler:
         self._decoding: list[RequestState] = []
         self._in_flight: deque[InFlight] = deque()
         self._next_seq = 0
+        self._released: list[int] = []
 
     @property
     def num_waiting(self) -> int:
@@ -302,15 +303,19 @@ class Scheduler:
                 continue
             params = state.request.params
             num_output_tokens = state.num_computed_tokens - state.num_prompt_tokens + 1
+            is_free = params.structured_outputs is None
             reason, stop_reason = finish_check(
                 token_id,
                 num_output_tokens,
-                params.min_tokens,
+                params.min_tokens if is_free else 0,  # a form that is complete ends whatever min_tokens says
                 state.max_tokens,
                 state.eos_token_ids,
                 state.stop_token_ids,
             )
             result = RequestOutput(state.request.request_id, [token_id], reason, stop_reason)
+            if not is_free and output.failed_slots is not None and state.slot in output.failed_slots:
+                why, reason = output.failed_slots[state.slot], FinishReason.ERROR
+                result = RequestOutput(state.request.request_id, [], reason, error=why, is_invalid=True)
             if params.logprobs is not None and output.logprobs is not None:
                 entry = output.logprobs[index]
                 if entry is not None:
@@ -361,7 +366,14 @@ class Scheduler:
         if self._prefilling is not None and self._prefilling.finish_reason is not None:
             self._prefilling = None
 
+    def take_released(self) -> list[int]:
+        """Slots that were freed since the last call, of requests with ``structured_outputs``."""
+        released, self._released = self._released, []
+        return released
+
     def _release(self, state: RequestState) -> None:
+        if state.request.params.structured_outputs is not None:
+            self._released.append(state.slot)
         self.slots.free(state.slot)
         self.blocks.free(state.block_table)
         state.slot, state.block_table = 0, []

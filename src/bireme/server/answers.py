@@ -299,7 +299,7 @@ class ChatAnswer(Answer):
         self._thought.clear()
         self._content.clear()
         calls, self._calls = self._calls, []
-        delta = ChatDelta(content=content or None, reasoning_content=thought or None, tool_calls=calls or None)
+        delta = ChatDelta(None, content or None, thought or None, calls or None, thought or None)
         if self._is_first:
             self._is_first = False
             delta.role = "assistant"
@@ -311,7 +311,8 @@ class ChatAnswer(Answer):
         return [self._chunk(delta, None), self._chunk(ChatDelta(), reason)]
 
     def whole(self) -> ChatChoice:
-        message = ChatMessage("assistant", "".join(self._content), "".join(self._thought) or None)
+        thought = "".join(self._thought) or None
+        message = ChatMessage("assistant", "".join(self._content), thought, reasoning=thought)
         if self._calls:
             message.tool_calls = [ToolCallPart(call.id, call.function) for call in self._calls]
             message.content = message.content or None

@@ -9,7 +9,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -19,14 +21,17 @@ from bireme import __version__
 from bireme.engine_client import EngineClient
 from bireme.errors import InvalidRequestError
 from bireme.server.answers import ChatAnswer, CompletionAnswer
-from bireme.server.chat import ChatTemplate
-from bireme.server.generation import Generation, Job
+from bireme.server.chat import ChatTemplate, after_thought
+from bireme.server.generation import Generation, Job, TokenQueue, queue_full
 from bireme.server.metrics import CONTENT_TYPE, Metrics
-from bireme.server.params import MAX_SEQUENCES, parse_chat, parse_completion
+from bireme.server.parameters import body_schema
+from bireme.server.params import ChatCall, parse_chat, parse_completion
 from bireme.server.protocol import ApiError, encode, error_object
+from bireme.server.responses import ResponseGeneration, parse_response
 from bireme.server.settings import ServerSettings
 from bireme.server.tokenizer import Tokenizer
-from bireme.server.wording import clipped, shown
+from bireme.server.tokens import parse_detokenize, parse_tokenize
+from bireme.server.wording import clipped, shown, without_folders
 from bireme.types import Request as EngineRequest
 from bireme.types import SamplingParams
 from bireme.validation import check_request
@@ -36,7 +41,12 @@ logger = logging.getLogger(__name__)
 INLINE_BYTES = 2048
 """A shorter body is parsed and tokenized on the spot: that costs less than the way to a thread and back."""
 
+BODY_SECONDS = 60.0
+"""What a client gets to send its body."""
+
 _JSON_TYPES = ("application/json", "text/json")
+
+Prepared = TypeVar("Prepared")
 
 
 class Service:
@@ -52,6 +62,7 @@ class Service:
         self.client = client
         self.settings = settings
         self.metrics = Metrics(client, settings.served_model_names[0])
+        self.queue = TokenQueue(settings)
         self.is_leaving = False
         self.created = int(time.time())
         self._tokenizer = tokenizer
@@ -64,7 +75,7 @@ class Service:
         """Raise ApiError 503 unless the engine serves."""
         client = self.client
         if client.error is not None:
-            raise ApiError(503, f"the engine is dead: {client.error}", code="engine_dead")
+            raise ApiError(503, f"the engine is dead: {without_folders(client.error)}", code="engine_dead")
         if self.is_leaving:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if not client.is_ready:
@@ -93,28 +104,47 @@ class Service:
         """POST /v1/chat/completions."""
         return await self._generate(request, self._chat_job)
 
+    async def respond(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        return await self._generate(request, self._response_job)
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        return _json(await self._prepared(request, self._tokenized))
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        return _json(await self._prepared(request, self._detokenized))
+
     async def _generate(self, request: Request, prepare: Callable[[bytes, float], Job]) -> Response:
-        arrived = time.monotonic()
-        body = await read_body(request, self.settings.max_body_bytes)
+        most = self._config.scheduler.max_waiting
+        if self.client.stats.num_waiting >= most:
+            # The engine decides; this saves the work on a call that it would refuse.
+            raise queue_full(f"{most} requests wait already (--max-waiting)", self.settings.retry_after)
+        job = await self._prepared(request, prepare)
         self.require_ready()
-        if len(body) <= INLINE_BYTES:
-            job = prepare(body, arrived)
-        else:
-            job = await asyncio.get_running_loop().run_in_executor(self._pool, prepare, body, arrived)
-            self.require_ready()
         if job.call.user is not None:
             logger.info("%s: user %s", job.call_id, shown(job.call.user))
-        return Generation(self.client, self.metrics, job, self._fingerprint, self.settings.retry_after)
+        common = (self.client, self.metrics, self.queue, job, self._fingerprint, self.settings)
+        return Generation(*common) if job.repeated is None else ResponseGeneration(*common, job.repeated)
+
+    async def _prepared(self, request: Request, prepare: Callable[[bytes, float], Prepared]) -> Prepared:
+        """What ``prepare`` makes of the body and the time it arrived; a long body has a thread of its own for that."""
+        arrived = time.monotonic()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await read_body(request, self.settings.max_body_bytes)
+        except TimeoutError:
+            raise ApiError(408, f"the body took longer than {BODY_SECONDS:g} s", code="timeout") from None
+        self.require_ready()
+        if len(body) <= INLINE_BYTES:
+            return prepare(body, arrived)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, prepare, body, arrived)
 
     def _completion_job(self, body: bytes, arrived: float) -> Job:
         call = parse_completion(body, self._config.generation)
         model = self.served_name(call.model)
-        if len(call.prompts) * call.n > MAX_SEQUENCES:
-            raise InvalidRequestError(
-                f"{len(call.prompts)} prompts with n {call.n} are {len(call.prompts) * call.n} answers: at most "
-                f"{MAX_SEQUENCES} at once",
-                "prompt",
-            )
+        self._check_sequences(len(call.prompts), call.n, "prompt")
         job = Job(call, f"cmpl-{uuid.uuid4().hex}", model, "text_completion", "text_completion", arrived)
         for prompt in call.prompts:
             text: str | None = None
@@ -130,7 +160,26 @@ class Service:
 
     def _chat_job(self, body: bytes, arrived: float) -> Job:
         call = parse_chat(body, self._config.generation)
+        return self._job_of_chat(call, f"chatcmpl-{uuid.uuid4().hex}", arrived)
+
+    def _response_job(self, body: bytes, arrived: float) -> Job:
+        call = parse_response(body, self._config.generation)
+        job = self._job_of_chat(call.chat, f"resp_{uuid.uuid4().hex}", arrived)
+        job.repeated = call.repeated
+        return job
+
+    def _job_of_chat(self, call: ChatCall, call_id: str, arrived: float) -> Job:
         model = self.served_name(call.model)
+        self._check_sequences(1, call.n, "n")
+        prompt, token_ids = self._render(call)
+        call = msgspec.structs.replace(call, params=after_thought(call.params, prompt))
+        job = Job(call, call_id, model, "chat.completion", "chat.completion.chunk", arrived)
+        for params in self._add_requests(job, token_ids):
+            job.answers.append(ChatAnswer(len(job.answers), call, self._tokenizer, params, token_ids, prompt))
+        return job
+
+    def _render(self, call: ChatCall) -> tuple[str, list[int]]:
+        """The prompt that the template makes of a conversation, as text and as ids."""
         if self._template is None:
             raise InvalidRequestError("the model has no chat template: use /v1/completions", "messages")
         if call.tools and not self._template.takes_tools:
@@ -141,11 +190,38 @@ class Service:
             add_generation_prompt=call.add_generation_prompt,
             **call.template_variables,
         )
-        token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
-        job = Job(call, f"chatcmpl-{uuid.uuid4().hex}", model, "chat.completion", "chat.completion.chunk", arrived)
-        for params in self._add_requests(job, token_ids):
-            job.answers.append(ChatAnswer(len(job.answers), call, self._tokenizer, params, token_ids, prompt))
-        return job
+        return prompt, self._tokenizer.encode(prompt, add_special_tokens=False)
+
+    def _tokenized(self, body: bytes, arrived: float) -> dict[str, object]:
+        call = parse_tokenize(body)
+        self.served_name(call.model)
+        if call.chat is not None:
+            token_ids = self._render(call.chat)[1]
+        else:
+            token_ids = self._tokenizer.encode(call.prompt or "", add_special_tokens=call.add_special_tokens)
+        capacity = self.client.capacity
+        assert capacity is not None, "require_ready has passed"
+        texts = [self._tokenizer.token_text(token_id) for token_id in token_ids] if call.wants_texts else None
+        return {
+            "count": len(token_ids),
+            "max_model_len": capacity.max_model_len,
+            "tokens": token_ids,
+            "token_strs": texts,
+        }
+
+    def _detokenized(self, body: bytes, arrived: float) -> dict[str, object]:
+        call = parse_detokenize(body, self._config.model.vocab_size)
+        self.served_name(call.model)
+        return {"prompt": self._tokenizer.decode(call.token_ids, skip_special_tokens=False)}
+
+    def _check_sequences(self, num_prompts: int, n: int, param: str) -> None:
+        most = self.settings.max_sequences
+        if num_prompts * n > most:
+            raise InvalidRequestError(
+                f"{num_prompts} prompts with n {n} are {num_prompts * n} answers: at most {most} at once "
+                "(--max-sequences)",
+                param,
+            )
 
     def _add_requests(self, job: Job, token_ids: list[int]) -> Iterator[SamplingParams]:
         """Add the n requests of one prompt; yields the parameters of each."""
@@ -175,6 +251,9 @@ def create_app(
             encode(error_object(error.body)), error.status, {**error.headers, "content-type": "application/json"}
         )
 
+    def body_of(path: str) -> dict[str, object]:
+        return {"requestBody": {"required": True, "content": {"application/json": {"schema": body_schema(path)}}}}
+
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
         return failure(error)
@@ -198,13 +277,25 @@ def create_app(
     async def on_defect(request: Request, error: Exception) -> Response:
         return failure(ApiError(500, "the server made an error; its log says more"))
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=body_of("/v1/completions"))
     async def completions(request: Request) -> Response:
         return await service.complete(request)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=body_of("/v1/chat/completions"))
     async def chat_completions(request: Request) -> Response:
         return await service.chat(request)
+
+    @app.post("/v1/responses", openapi_extra=body_of("/v1/responses"))
+    async def responses(request: Request) -> Response:
+        return await service.respond(request)
+
+    @app.post("/tokenize", openapi_extra=body_of("/tokenize"))
+    async def tokenize(request: Request) -> Response:
+        return await service.tokenize(request)
+
+    @app.post("/detokenize", openapi_extra=body_of("/detokenize"))
+    async def detokenize(request: Request) -> Response:
+        return await service.detokenize(request)
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import msgspec
 from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from bireme.errors import ConfigError, InvalidRequestError
 from bireme.server.tokenizer import Tokenizer
-from bireme.server.wording import shown
+from bireme.server.wording import clipped, shown
+from bireme.types import SamplingParams
 
 THINK_START = "<think>"
 THINK_END = "</think>"
 
+RENDER_SECONDS = 5.0
+"""What a template gets for one conversation."""
+
+MAX_PROMPT_CHARACTERS = 32 * 1024 * 1024
+"""The longest text that a template may write."""
+
+_MAX_POWER = 64
+_METER = "_meter"
+
 _RESERVED_NAMES = frozenset(
-    {"self", "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+    {"self", "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", _METER}
 )
 
 
@@ -44,10 +57,35 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also bounds what one multiplication makes."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """For the code that Jinja makes of a template: ``left * right`` or ``left ** right``."""
+        if operator == "**" and isinstance(right, int) and abs(right) > _MAX_POWER:
+            raise SecurityError(f"a power above {_MAX_POWER}")
+        for many, times in ((left, right), (right, left)):
+            if not isinstance(many, (str, bytes, list, tuple)) or not isinstance(times, int):
+                continue
+            if len(many) * times > MAX_PROMPT_CHARACTERS:
+                raise SecurityError(f"a sequence repeated to more than {MAX_PROMPT_CHARACTERS}")
+        return super().call_binop(context, operator, left, right)
+
+
+def _add_meters(tree: nodes.Template) -> None:
+    """Let every pass through a loop and every call of a macro look at the clock."""
+    for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        tick = nodes.ExprStmt(nodes.Call(nodes.Name(_METER, "load"), [], [], None, None))
+        node.body.insert(0, tick.set_lineno(node.lineno))  # type: ignore[attr-defined]
+
+
 class ChatTemplate:
     """A checkpoint's chat template, with what templates written for ``transformers`` expect to find.
 
-    It runs in a sandbox: templates come with checkpoints, and their variables from anyone.
+    It runs in a sandbox, for RENDER_SECONDS at most and to a text of MAX_PROMPT_CHARACTERS at most: templates come with
+    checkpoints, and their variables from anyone.
 
     Attributes:
         takes_tools: the template can describe tools to the model.
@@ -57,15 +95,15 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
-            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            self.takes_tools = "tools" in meta.find_undeclared_variables(tree)
+            _add_meters(tree)
+            self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"cannot use the chat template: line {error.lineno}: {error.message}") from error
         except Exception as error:
@@ -106,14 +144,28 @@ class ChatTemplate:
             InvalidRequestError: the template refuses the messages, or fails on them or on the variables.
         """
         check_template_variables(variables)
+        deadline = time.monotonic() + RENDER_SECONDS
+
+        def look_at_the_clock() -> None:
+            if time.monotonic() > deadline:
+                raise SecurityError(f"it took longer than {RENDER_SECONDS:g} s")
+
         try:
-            return self._template.render(
+            written: list[str] = []
+            room = MAX_PROMPT_CHARACTERS
+            for piece in self._template.generate(
                 self._special_tokens | variables,
                 messages=messages,
                 tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-            )
+                **{_METER: look_at_the_clock},
+            ):
+                written.append(piece)
+                room -= len(piece)
+                if room < 0:
+                    raise SecurityError(f"it wrote more than {MAX_PROMPT_CHARACTERS} characters")
+            return "".join(written)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
                 f"the chat template refuses these messages: {error.message}", "messages"
@@ -142,6 +194,15 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
+
+
+def after_thought(params: SamplingParams, prompt: str) -> SamplingParams:
+    """``params`` for an answer to ``prompt``: where that leaves a thought open, a form begins only after its end."""
+    wanted = params.structured_outputs
+    if wanted is None or wanted.begins_after or not prompt.rstrip().endswith(THINK_START):
+        return params
+    wanted = msgspec.structs.replace(wanted, begins_after=THINK_END)
+    return msgspec.structs.replace(params, structured_outputs=wanted)
 
 
 class ReasoningSplitter:
@@ -226,9 +287,11 @@ class ReasoningSplitter:
 
 def partial_end(text: str, tag: str) -> int:
     """Length of the longest end of ``text`` that begins ``tag`` without completing it."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if tag.startswith(text[-length:]):
-            return length
+    start = text.find(tag[0], max(0, len(text) - len(tag) + 1))
+    while start >= 0:
+        if tag.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(tag[0], start + 1)
     return 0
 
 
@@ -250,4 +313,9 @@ def _texts(content: list[Any], where: str) -> Iterator[str]:
             )
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError(f"{where}.content[{i}].text must be a string", "messages")
+        for name, value in part.items():
+            if name not in ("type", "text") and value is not None:
+                raise InvalidRequestError(
+                    f"{where}.content[{i}].{clipped(name)} is {shown(value)}, which is not supported", "messages"
+                )
         yield part["text"]

@@ -14,7 +14,8 @@ Message = dict[str, Any]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FIELDS = {"role", "content"}
-_FIELDS_OF_ROLE = {"assistant": {"reasoning_content", "tool_calls"}, "tool": {"tool_call_id", "name"}}
+_FIELDS_OF_ROLE = {"assistant": {"reasoning_content", "reasoning", "tool_calls"}, "tool": {"tool_call_id", "name"}}
+_REASONS = {"name": ": the models' templates show no names, so put it into the content"}
 _OFF: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
 
 # What clients leave in a call that they received and send back; it says nothing new.
@@ -86,7 +87,9 @@ def _read_message(message: Any, where: str) -> Message:
     for name, value in message.items():
         if name not in known and value is not None and value not in _OFF.get(name, ()):
             raise InvalidRequestError(
-                f"{where}.{name} is {shown(value)}, which is not supported in a message of role {role}", "messages"
+                f"{where}.{name} is {shown(value)}, which is not supported in a message of role {role}"
+                f"{_REASONS.get(name, '')}",
+                "messages",
             )
     content = message.get("content")
     if content is None and role == "assistant":
@@ -101,9 +104,10 @@ def _read_message(message: Any, where: str) -> Message:
     if role == "tool":
         read["tool_call_id"] = _text_field(message, "tool_call_id", where)
         read["name"] = message.get("name")
-    thought = message.get("reasoning_content")
-    if thought is not None:
-        read["reasoning_content"] = _text_field(message, "reasoning_content", where)
+    # The second name is vLLM's newer one; the answers here carry both.
+    for name in ("reasoning", "reasoning_content"):
+        if message.get(name) is not None:
+            read["reasoning_content"] = _text_field(message, name, where)
     if message.get("tool_calls"):
         read["tool_calls"] = _read_calls(message["tool_calls"], f"{where}.tool_calls")
     return read

@@ -6,7 +6,7 @@ accepted; or it is unknown. Whatever is not honoured and not off is refused by n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ import msgspec
 from bireme.config import CacheCapacity, GenerationDefaults
 from bireme.errors import InvalidRequestError
 from bireme.server.chat import check_template_variables
+from bireme.server.forms import named_function, read_form, with_calls
 from bireme.server.messages import read_messages
-from bireme.server.tools import read_tools
+from bireme.server.tools import read_tools, strict_names
 from bireme.server.wording import shown
-from bireme.types import MAX_LOGPROBS, SamplingParams, check_integer
+from bireme.types import MAX_LOGPROBS, STRUCTURES, SamplingParams, check_integer
 
 COMPLETIONS = "completions"
 CHAT = "chat"
@@ -27,17 +28,18 @@ BOTH = (COMPLETIONS, CHAT)
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 1024
-MAX_SEQUENCES = 2048
-"""Sequences that one call may ask for: prompts × n."""
-
 _SEED_SPAN = 2**64
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``include_usage``: a last chunk with usage; ``continuous_usage_stats``: usage in every chunk."""
+    """``include_usage``: a last chunk with usage; ``continuous_usage_stats``: usage in every chunk.
+
+    ``include_obfuscation`` must be off: chunks are not padded.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class Field:
         return self.type is not None
 
 
-def _refused(name: str, endpoints: tuple[str, ...], note: str, *off: Any) -> Field:
+def refused(name: str, endpoints: tuple[str, ...], note: str, *off: Any) -> Field:
+    """A field that is known but not honoured; ``off`` are the values beside null that are accepted."""
     return Field(name, endpoints, None, note, off)
 
 
@@ -98,51 +101,74 @@ FIELDS: tuple[Field, ...] = (
     Field("add_generation_prompt", (CHAT,), bool, "end the prompt with the opening of the assistant's answer"),
     Field("chat_template_kwargs", (CHAT,), dict[str, Any], "the template's switches, e.g. enable_thinking"),
     Field("tools", (CHAT,), list, "functions that the model may call"),
-    Field("tool_choice", (CHAT,), str | dict[str, Any], "auto: may call (the default with tools); none: sees no tools"),
+    Field(
+        "tool_choice",
+        (CHAT,),
+        str | dict[str, Any],
+        "auto: may call (the default with tools); required: must; a function: must call that; none: sees no tools",
+    ),
     Field("parallel_tool_calls", (CHAT,), bool, "false: the answer ends with its first tool call"),
+    Field("reasoning_effort", (CHAT,), str, "none leaves the thought out; other efforts are refused"),
     Field("return_token_ids", BOTH, bool, "prompt_token_ids and token_ids in the answer"),
     Field("return_tokens_as_token_ids", BOTH, bool, "tokens in log-probabilities appear as token_id:N"),
+    Field("response_format", BOTH, dict[str, Any], "text, json_object, or json_schema: the answer is such JSON"),
+    Field("structured_outputs", BOTH, dict[str, Any], f"the answer's form: one of {', '.join(STRUCTURES)}"),
+    Field("guided_json", BOTH, str | dict[str, Any], "the answer is JSON that satisfies this schema"),
+    Field("guided_regex", BOTH, str, "the whole answer matches this expression"),
+    Field("guided_choice", BOTH, list[str], "the answer is one of these"),
+    Field("guided_grammar", BOTH, str, "the answer follows this grammar, in Lark's syntax or GBNF"),
     Field("user", BOTH, str, "written to the request log"),
-    _refused("best_of", (COMPLETIONS,), "answers are not ranked; ask for n and choose", 1),
-    _refused("suffix", (COMPLETIONS,), "the model does not fill in the middle", ""),
-    _refused("use_beam_search", BOTH, "there is no beam search", False),
-    _refused("length_penalty", BOTH, "there is no beam search", 1, 1.0),
-    _refused("early_stopping", BOTH, "there is no beam search", False),
-    _refused("prompt_logprobs", BOTH, "use echo with logprobs on /v1/completions"),
-    _refused("truncate_prompt_tokens", BOTH, "prompts are never cut"),
-    _refused("allowed_token_ids", BOTH, "use logit_bias"),
-    _refused("bad_words", BOTH, "use logit_bias", []),
-    _refused("spaces_between_special_tokens", BOTH, "special tokens are written without spaces", True),
-    _refused("response_format", BOTH, "only text is generated", {"type": "text"}),
-    _refused("structured_outputs", BOTH, "only text is generated"),
-    _refused("guided_json", BOTH, "only text is generated"),
-    _refused("guided_regex", BOTH, "only text is generated"),
-    _refused("guided_choice", BOTH, "only text is generated"),
-    _refused("guided_grammar", BOTH, "only text is generated"),
-    _refused("priority", BOTH, "requests are served first come, first served", 0),
-    _refused("functions", (CHAT,), "use tools", []),
-    _refused("function_call", (CHAT,), "use tool_choice", "none"),
-    _refused("reasoning_effort", (CHAT,), "use chat_template_kwargs with enable_thinking"),
-    _refused("thinking_token_budget", (CHAT,), "a thought is as long as it is"),
-    _refused("include_reasoning", (CHAT,), "the thought is always sent, apart from the content", True),
-    _refused("verbosity", (CHAT,), "the model has no such switch", "medium"),
-    _refused("modalities", (CHAT,), "only text is generated", ["text"]),
-    _refused("audio", (CHAT,), "only text is generated"),
-    _refused("prediction", (CHAT,), "predicted output is not used"),
-    _refused("web_search_options", (CHAT,), "there is no web search"),
-    _refused("store", (CHAT,), "nothing is stored", False),
-    _refused("metadata", (CHAT,), "nothing is stored", {}),
-    _refused("service_tier", (CHAT,), "there is one tier", "auto", "default"),
-    _refused("safety_identifier", (CHAT,), "use user"),
-    _refused("prompt_cache_key", (CHAT,), "there is one cache"),
-    _refused("prompt_cache_options", (CHAT,), "there is one cache"),
-    _refused("prompt_cache_retention", (CHAT,), "there is one cache"),
-    _refused("moderation", (CHAT,), "content is not classified"),
-    _refused("documents", (CHAT,), "put documents into messages", []),
-    _refused("chat_template", (CHAT,), "only the checkpoint's own template is run"),
-    _refused("continue_final_message", (CHAT,), "an answer begins a new message", False),
-    _refused("echo", (CHAT,), "messages are not repeated; use /v1/completions", False),
-    _refused("add_special_tokens", (CHAT,), "the template writes all special tokens", False),
+    refused("best_of", (COMPLETIONS,), "answers are not ranked; ask for n and choose", 1),
+    refused("suffix", (COMPLETIONS,), "the model does not fill in the middle", ""),
+    refused("prompt_embeds", (COMPLETIONS,), "prompts are text or token ids"),
+    refused("use_beam_search", BOTH, "there is no beam search", False),
+    refused("length_penalty", BOTH, "there is no beam search", 1, 1.0),
+    refused("early_stopping", BOTH, "there is no beam search", False),
+    refused("prompt_logprobs", BOTH, "use echo with logprobs on /v1/completions"),
+    refused("truncate_prompt_tokens", BOTH, "prompts are never cut"),
+    refused("truncation_side", BOTH, "prompts are never cut"),
+    refused("logprob_token_ids", BOTH, "log-probabilities are those of the likeliest tokens"),
+    refused("watermarking", BOTH, "there is no watermark", False),
+    refused("repetition_detection", BOTH, "use repetition_penalty or stop"),
+    refused("thinking_token_budget", BOTH, "a thought is as long as it is", -1),
+    refused("stream_interval", BOTH, "every step is sent at once", 1),
+    refused("request_id", BOTH, "send the X-Request-Id header"),
+    refused("session_id", BOTH, "nothing is kept between requests but the cache, which finds its prefixes itself"),
+    refused("cache_salt", BOTH, "there is one cache"),
+    refused("kv_transfer_params", BOTH, "caches are not moved between servers"),
+    refused("ec_transfer_params", BOTH, "there is no encoder"),
+    refused("routed_experts_prompt_start", BOTH, "routing is not reported", 0),
+    refused("return_token_offsets", BOTH, "use echo with logprobs on /v1/completions", False),
+    refused("return_mm_kwargs", BOTH, "only text is read", True),
+    refused("vllm_xargs", BOTH, "there are no extensions", {}),
+    refused("allowed_token_ids", BOTH, "use logit_bias"),
+    refused("bad_words", BOTH, "use logit_bias", []),
+    refused("spaces_between_special_tokens", BOTH, "special tokens are written without spaces", True),
+    refused("priority", BOTH, "requests are served first come, first served", 0),
+    refused("functions", (CHAT,), "use tools", []),
+    refused("function_call", (CHAT,), "use tool_choice", "none"),
+    refused("include_reasoning", (CHAT,), "the thought is always sent, apart from the content", True),
+    refused("verbosity", (CHAT,), "the model has no such switch", "medium"),
+    refused("modalities", (CHAT,), "only text is generated", ["text"]),
+    refused("audio", (CHAT,), "only text is generated"),
+    refused("prediction", (CHAT,), "predicted output is not used"),
+    refused("web_search_options", (CHAT,), "there is no web search"),
+    refused("store", (CHAT,), "nothing is stored", False),
+    refused("metadata", (CHAT,), "nothing is stored", {}),
+    refused("service_tier", (CHAT,), "there is one tier", "auto", "default"),
+    refused("safety_identifier", (CHAT,), "use user"),
+    refused("prompt_cache_key", (CHAT,), "there is one cache"),
+    refused("prompt_cache_options", (CHAT,), "there is one cache"),
+    refused("prompt_cache_retention", (CHAT,), "there is one cache"),
+    refused("moderation", (CHAT,), "content is not classified"),
+    refused("documents", (CHAT,), "put documents into messages", []),
+    refused("media_io_kwargs", (CHAT,), "only text is read", {}),
+    refused("mm_processor_kwargs", (CHAT,), "only text is read", {}),
+    refused("return_prompt_text", (CHAT,), "use return_token_ids, and /detokenize", False),
+    refused("chat_template", (CHAT,), "only the checkpoint's own template is run"),
+    refused("continue_final_message", (CHAT,), "an answer begins a new message", False),
+    refused("echo", (CHAT,), "messages are not repeated; use /v1/completions", False),
+    refused("add_special_tokens", (CHAT,), "the template writes all special tokens", False),
 )
 
 _BY_ENDPOINT = {endpoint: {field.name: field for field in FIELDS if endpoint in field.endpoints} for endpoint in BOTH}
@@ -210,7 +236,7 @@ def parse_completion(body: bytes, defaults: GenerationDefaults) -> CompletionCal
     Raises:
         InvalidRequestError: names the field and the value.
     """
-    fields = _read_fields(body, COMPLETIONS)
+    fields = read_fields(body, _BY_ENDPOINT[COMPLETIONS])
     if "prompt" not in fields:
         raise InvalidRequestError("prompt is required: a string, token ids, or a list of either", "prompt")
     prompts = _read_prompts(fields.pop("prompt"))
@@ -236,7 +262,15 @@ def parse_chat(body: bytes, defaults: GenerationDefaults) -> ChatCall:
     Raises:
         InvalidRequestError: names the field and the value.
     """
-    fields = _read_fields(body, CHAT)
+    return chat_call(read_fields(body, _BY_ENDPOINT[CHAT]), defaults)
+
+
+def chat_call(fields: dict[str, Any], defaults: GenerationDefaults) -> ChatCall:
+    """The call that the given fields of a chat ask for, each of its type.
+
+    Raises:
+        InvalidRequestError: names the field and the value.
+    """
     if "messages" not in fields:
         raise InvalidRequestError("messages is required: a list of at least one message", "messages")
     messages = read_messages(fields.pop("messages"))
@@ -254,19 +288,36 @@ def parse_chat(body: bytes, defaults: GenerationDefaults) -> ChatCall:
         check_integer("max_tokens", max_tokens, 1, 2**31 - 1)
     variables = fields.pop("chat_template_kwargs", {})
     check_template_variables(variables)
+    effort = fields.pop("reasoning_effort", None)
+    if effort is not None:
+        if effort != "none":
+            raise InvalidRequestError(
+                f"reasoning_effort is {shown(effort)}, which is not supported: a thought is as long as it is; 'none' "
+                "leaves it out",
+                "reasoning_effort",
+            )
+        variables = {"enable_thinking": False} | variables
     top_logprobs = fields.pop("top_logprobs", None)
     wants_logprobs = fields.pop("logprobs", False)
     if top_logprobs is not None:
         check_integer("top_logprobs", top_logprobs, 0, MAX_LOGPROBS)
         if not wants_logprobs:
             raise InvalidRequestError(f"top_logprobs is {top_logprobs}: it needs logprobs: true", "top_logprobs")
+    given_tools, choice = fields.pop("tools", []), fields.pop("tool_choice", None)
+    tools = _chosen_tools(given_tools, choice)
+    only_first_call = not fields.pop("parallel_tool_calls", True)
+    common = _common(fields, defaults, (top_logprobs or 0) if wants_logprobs else None, None)
+    params = common["params"]
+    if tools:
+        form = with_calls(params.structured_outputs, tools, strict_names(given_tools), choice, only_first_call)
+        common["params"] = msgspec.structs.replace(params, structured_outputs=form)
     return ChatCall(
         messages=messages,
-        tools=_chosen_tools(fields.pop("tools", []), fields.pop("tool_choice", None)),
-        only_first_call=not fields.pop("parallel_tool_calls", True),
+        tools=tools,
+        only_first_call=only_first_call,
         add_generation_prompt=fields.pop("add_generation_prompt", True),
         template_variables=variables,
-        **_common(fields, defaults, (top_logprobs or 0) if wants_logprobs else None, None),
+        **common,
         max_tokens=max_tokens,
         default_max_tokens=defaults.max_new_tokens,
     )
@@ -277,21 +328,26 @@ def _chosen_tools(tools: list[Any], choice: str | dict[str, Any] | None) -> list
     read = read_tools(tools)
     if choice == "none":
         return []
-    if choice == "required" or (isinstance(choice, dict) and choice.get("type") == "function"):
+    if choice is not None and choice not in ("auto", "required") and named_function(choice) is None:
         raise InvalidRequestError(
-            f"tool_choice is {shown(choice)}: to make sure of a call needs constrained decoding, which is not "
-            "available; use 'auto' or 'none'",
+            f"tool_choice is {shown(choice)}: it must be 'auto', 'none', 'required' or "
+            '{"type": "function", "function": {"name": ...}}',
             "tool_choice",
         )
-    if choice not in (None, "auto"):
-        raise InvalidRequestError(f"tool_choice is {shown(choice)}: it must be 'auto' or 'none'", "tool_choice")
-    if choice == "auto" and not tools:
-        raise InvalidRequestError("tool_choice is 'auto': it needs tools", "tool_choice")
+    if choice is not None and not tools:
+        raise InvalidRequestError(f"tool_choice is {shown(choice)}: it needs tools", "tool_choice")
     return read
 
 
-def _read_fields(body: bytes, endpoint: str) -> dict[str, Any]:
-    """The honoured fields that are given, each of its type; null counts as not given."""
+def read_fields(body: bytes, known: Mapping[str, Field]) -> dict[str, Any]:
+    """The honoured fields that a body gives, each of its type; null counts as not given.
+
+    Args:
+        known: the endpoint's fields, by name.
+
+    Raises:
+        InvalidRequestError: names the field and the value.
+    """
     try:
         raw = msgspec.json.decode(body)
     except msgspec.ValidationError as error:
@@ -302,7 +358,6 @@ def _read_fields(body: bytes, endpoint: str) -> dict[str, Any]:
         raise InvalidRequestError(f"the body is no valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise InvalidRequestError("the body must be a JSON object")
-    known = _BY_ENDPOINT[endpoint]
     fields: dict[str, Any] = {}
     for name, value in raw.items():
         field = known.get(name)
@@ -352,6 +407,12 @@ def _common(
     stream = fields.get("stream", False)
     if "stream_options" in fields and not stream:
         raise InvalidRequestError("stream_options is given: it needs stream: true", "stream_options")
+    options = fields.get("stream_options", StreamOptions())
+    if options.include_obfuscation:
+        raise InvalidRequestError(
+            "stream_options.include_obfuscation is true, which is not supported: chunks are not padded",
+            "stream_options",
+        )
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > MAX_STOP_STRINGS:
@@ -380,6 +441,7 @@ def _common(
         named |= sampled(name)
     params = SamplingParams(
         **named,
+        structured_outputs=read_form(fields),
         stop=stop,
         logit_bias=_read_logit_bias(fields.get("logit_bias")),
         max_tokens=None,
@@ -390,7 +452,7 @@ def _common(
         "model": fields.get("model"),
         "n": n,
         "stream": stream,
-        "stream_options": fields.get("stream_options", StreamOptions()),
+        "stream_options": options,
         "params": params,
         "return_token_ids": fields.get("return_token_ids", False),
         "tokens_as_ids": fields.get("return_tokens_as_token_ids", False),

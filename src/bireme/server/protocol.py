@@ -16,6 +16,9 @@ LONGEST_MESSAGE = 1000
 
 DONE = b"data: [DONE]\n\n"
 
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients of server-sent events skip."""
+
 
 class PromptTokensDetails(Struct):
     """``cached_tokens``: prompt tokens whose computation was taken over from an earlier request."""
@@ -106,13 +109,17 @@ class ToolCallDelta(ToolCallPart, kw_only=True):
 
 
 class ChatMessage(Struct):
-    """A whole answer of /v1/chat/completions; ``content`` is null when there are only tool calls."""
+    """A whole answer of /v1/chat/completions; ``content`` is null when there are only tool calls.
+
+    The thought has two names: ``reasoning_content``, and ``reasoning`` as newer servers and clients call it.
+    """
 
     role: str
     content: str | None
     reasoning_content: str | None = None
     refusal: None = None
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
+    reasoning: str | None = None
 
 
 class ChatDelta(Struct, omit_defaults=True):
@@ -122,6 +129,7 @@ class ChatDelta(Struct, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
+    reasoning: str | None = None
 
 
 class ChatChoice(Struct):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import math
 import signal
@@ -16,10 +17,13 @@ import uvloop
 
 from bireme.config import CacheCapacity, EngineConfig
 from bireme.engine_client import EngineClient
-from bireme.engine_process import LOG_FORMAT, ExecutorFactory, launch_engine
+from bireme.engine_process import ExecutorFactory, launch_engine
 from bireme.errors import ConfigError, EngineDeadError
 from bireme.server.app import Service, create_app
 from bireme.server.chat import ChatTemplate
+from bireme.server.guard import Guard, check_origins, connection_class
+from bireme.server.logs import configure
+from bireme.server.metrics import Metrics
 from bireme.server.settings import ServerSettings
 from bireme.server.tokenizer import Tokenizer
 
@@ -96,10 +100,13 @@ def run_server(
         on_ready: called once requests are served, with what the ranks hold and the server's address.
 
     Raises:
-        ConfigError: the tokenizer or chat template cannot be used, or the address cannot be listened on.
+        ConfigError: the tokenizer or chat template cannot be used, the address cannot be listened on, or settings
+            do not go together.
         EngineDeadError: the engine could not start; the message is its own.
     """
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    check_origins(settings)
+    configure(settings.log_format)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     tokenizer = Tokenizer.from_folder(config.model_path)
     template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
     listener = _listen(settings)
@@ -119,13 +126,15 @@ async def _serve(
     engine = launch_engine(config, executor_factory, drain_seconds=settings.shutdown_grace)
     with contextlib.closing(engine), EngineClient(engine) as client:
         app = create_app(client, tokenizer, template, settings)
+        metrics: Metrics = app.state.service.metrics
         server = HttpServer(
             uvicorn.Config(
-                app,
-                http="httptools",
+                Guard(app, settings, metrics),
+                http=connection_class(settings, metrics),
+                ws="none",
                 lifespan="off",
                 log_config=None,
-                access_log=settings.access_log,
+                access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=math.ceil(settings.shutdown_grace + LAST_WORDS_SECONDS),
@@ -163,6 +172,8 @@ async def _announce(
     except EngineDeadError:
         server.leave()
     else:
+        gc.collect()
+        gc.freeze()  # see engine_process.run_engine
         logger.info("ready: %s", where)
         if on_ready is not None:
             on_ready(capacity, where)

@@ -36,6 +36,11 @@ def read_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return read
 
 
+def strict_names(tools: Sequence[Any]) -> frozenset[str]:
+    """Names of a request's ``tools`` (which ``read_tools`` has read) whose arguments must match their schemas."""
+    return frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
+
+
 def _read_tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise InvalidRequestError(f"{where} is {shown(tool)}: it must be an object", "tools")
@@ -59,12 +64,8 @@ def _read_tool(tool: Any, where: str) -> dict[str, Any]:
     if description is not None and not isinstance(description, str):
         raise InvalidRequestError(f"{where}.description is {shown(description)}: it must be a string", "tools")
     strict = function.get("strict")
-    if strict is not None and strict is not False:
-        raise InvalidRequestError(
-            f"{where}.strict is {shown(strict)}: arguments that surely match their schema need constrained "
-            "decoding, which is not available",
-            "tools",
-        )
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidRequestError(f"{where}.strict is {shown(strict)}: it must be true or false", "tools")
     _check_parameters(function.get("parameters"), f"{where}.parameters")
     return {key: value for key, value in function.items() if key != "strict" and value is not None}
 
