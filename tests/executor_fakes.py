@@ -55,6 +55,7 @@ class FakeRunner:
     """Does what a plan's ``decode_slots`` (operation, rank) say. Rank r has room for 10 - r slots."""
 
     depth = 1
+    step_seconds = 0.25
 
     def __init__(self, config: EngineConfig, group: TpGroup, device: torch.device) -> None:
         self.group = group

@@ -96,6 +96,13 @@ def test_a_rank_that_answers_once_for_every_plan_is_trusted(start_scripted: Call
     executor.check()
 
 
+def test_an_output_carries_the_time_of_every_rank(start_scripted: Callable[..., LocalExecutor]) -> None:
+    executor = start_scripted(lambda channel, seq: send(channel, Done(1, seq, 0.5 + seq)))
+    for seq in range(2):
+        executor.submit(make_plan(seq))
+        assert executor.collect().rank_seconds == [0.5 + seq]
+
+
 def test_a_rank_that_answers_twice_poisons_the_executor(start_scripted: Callable[..., LocalExecutor]) -> None:
     def answer(channel: Channel, seq: int) -> None:
         for _ in range(2 if seq == 3 else 1):
@@ -265,7 +272,7 @@ def test_a_rank_answers_every_plan_once_and_stops_when_told(rank: tuple[Channel,
     channel, codes = rank
     for seq in range(5):
         send(channel, Execute(make_plan(seq)))
-        assert receive(channel) == Done(1, seq)
+        assert receive(channel) == Done(1, seq, FakeRunner.step_seconds)
     assert channel.receive(0.05) is None
     send(channel, Stop())
     with pytest.raises(ChannelClosed):
@@ -277,7 +284,7 @@ def test_a_rank_answers_every_plan_once_and_stops_when_told(rank: tuple[Channel,
 def test_a_gap_or_repeat_is_fatal_to_a_rank(rank: tuple[Channel, list[int]], seq: int) -> None:
     channel, codes = rank
     send(channel, Execute(make_plan(0)))
-    assert receive(channel) == Done(1, 0)
+    assert receive(channel) == Done(1, 0, FakeRunner.step_seconds)
     send(channel, Execute(make_plan(seq)))
     assert receive(channel) == Failed(1, f"rank 1 was sent plan {seq} where plan 1 was due")
     with pytest.raises(ChannelClosed):

@@ -76,7 +76,7 @@ RULES = {
     "engine_process": rule(BASE | {"step_account"}, {"zmq"}, late={"engine", "executor", "sim", "torch"}),
     "engine_client": rule(BASE | {"engine_process", "step_account"}, {"zmq"}),
     "server": rule(
-        BASE | {"", "server", "validation", "structured", "engine_client", "engine_process"},
+        BASE | {"", "server", "validation", "structured", "engine_client", "engine_process", "step_account"},
         {"fastapi", "starlette", "uvicorn", "tokenizers"},
     ),
     "server.tokenizer": rule(BASE | {"server"}, {"tokenizers"}),

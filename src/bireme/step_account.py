@@ -64,13 +64,13 @@ class Tally(msgspec.Struct, array_like=True):
 
 
 class StepSample(msgspec.Struct, array_like=True):
-    """One step: rows and tokens by kind, and rank 0's seconds in the model."""
+    """One step: rows and tokens by kind, and each rank's seconds in the model."""
 
     num_decode_rows: int
     num_prefill_rows: int
     num_prefill_tokens: int
     num_padding_rows: int
-    seconds: float
+    seconds: list[float]
 
 
 class StepReport(msgspec.Struct, array_like=True):
@@ -80,6 +80,7 @@ class StepReport(msgspec.Struct, array_like=True):
         seconds: time in the model by kind of step, in the order of ``STEP_KINDS``.
         decode_rows: of steps that have any; so ``prefill_rows``.
         tokens: that go through the model in one step.
+        rank_seconds: of all steps, in the model, by rank.
         samples: oldest first, at most ``MAX_SAMPLES``.
         num_skipped: steps before these that are not among them.
     """
@@ -88,6 +89,7 @@ class StepReport(msgspec.Struct, array_like=True):
     decode_rows: Tally
     prefill_rows: Tally
     tokens: Tally
+    rank_seconds: list[float]
     samples: list[StepSample] = []
     num_skipped: int = 0
 
@@ -97,13 +99,13 @@ class StepAccount:
 
     Attributes:
         num_steps: steps added.
-        model_seconds: of all steps, as rank 0 measured them.
+        rank_seconds: in the model, of all steps, as each rank measured them.
         num_padding_rows: of all steps.
     """
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.model_seconds = 0.0
+        self.rank_seconds = [0.0]
         self.num_padding_rows = 0
         self._seconds = tuple(Histogram(STEP_SECONDS_BOUNDS) for _ in STEP_KINDS)
         self._decode_rows = Histogram(ROWS_BOUNDS)
@@ -116,12 +118,21 @@ class StepAccount:
         self._reported_at = 0.0
         self._num_reported = 0
 
+    @property
+    def model_seconds(self) -> float:
+        """Rank 0's seconds in the model, of all steps."""
+        return self.rank_seconds[0]
+
     def add(self, plan: StepPlan, output: StepOutput) -> None:
         """``plan`` has run, and this is its result."""
         num_decode, num_prefill = len(plan.decode_slots), len(plan.prefill_rows)
         seconds = output.model_seconds
         self.num_steps += 1
-        self.model_seconds += seconds
+        by_rank = [seconds, *output.rank_seconds]
+        if len(by_rank) != len(self.rank_seconds):
+            self.rank_seconds = [*self.rank_seconds, *[0.0] * (len(by_rank) - len(self.rank_seconds))]
+        for rank, each in enumerate(by_rank):
+            self.rank_seconds[rank] += each
         self.num_padding_rows += output.num_padding_rows
         num_tokens = plan.num_scheduled_tokens if num_prefill else num_decode
         self._tokens.observe(num_tokens)
@@ -133,7 +144,7 @@ class StepAccount:
         if self._is_watched:
             self._num_sampled += 1
             self._samples.append(
-                StepSample(num_decode, num_prefill, num_tokens - num_decode, output.num_padding_rows, seconds)
+                StepSample(num_decode, num_prefill, num_tokens - num_decode, output.num_padding_rows, by_rank)
             )
 
     def watch(self, seconds: float) -> None:
@@ -154,12 +165,7 @@ class StepAccount:
             return None
         self._reported_at = now
         self._num_reported = self.num_steps
-        report = StepReport(
-            [_tally(histogram) for histogram in self._seconds],
-            _tally(self._decode_rows),
-            _tally(self._prefill_rows),
-            _tally(self._tokens),
-        )
+        report = self.report_now()
         if self._is_watched:
             report.samples = list(self._samples)
             report.num_skipped = self._num_sampled - len(self._samples)
@@ -167,6 +173,16 @@ class StepAccount:
             self._num_sampled = 0
             self._is_watched = now < self._watched_until
         return report
+
+    def report_now(self) -> StepReport:
+        """All histograms, without single steps."""
+        return StepReport(
+            [_tally(histogram) for histogram in self._seconds],
+            _tally(self._decode_rows),
+            _tally(self._prefill_rows),
+            _tally(self._tokens),
+            list(self.rank_seconds),
+        )
 
 
 def _tally(histogram: Histogram) -> Tally:

@@ -361,6 +361,7 @@ class StepOutput(msgspec.Struct, array_like=True):
     ``prompt_logprobs`` maps a slot to the entries of the prompt tokens whose predictions this step computed.
     ``num_padding_rows`` rows ran beside the plan's decode rows, to fill the bucket of a captured graph.
     ``failed_slots``: rows whose form could not be followed any further, with why; their tokens mean nothing.
+    ``rank_seconds``: what ``model_seconds`` is for rank 0, for the ranks from 1 on.
     """
 
     seq: int
@@ -370,6 +371,7 @@ class StepOutput(msgspec.Struct, array_like=True):
     model_seconds: float = 0.0
     num_padding_rows: int = 0
     failed_slots: dict[int, str] | None = None
+    rank_seconds: list[float] = []
 
 
 class EngineStats(msgspec.Struct, kw_only=True, array_like=True):

@@ -340,10 +340,13 @@ class LocalExecutor:
             raise ExecutorError("collect() was called with no plan outstanding")
         seq, pending = self._pending[0]
         output = self._answer(seq, pending)
+        rank_seconds = []
         for rank in self._ranks:
             message = self._receive(rank)
             if not isinstance(message, Done) or message.rank != rank.rank or message.seq != seq:
                 self._fail(f"rank {rank.rank} answered {_name(message)} where it owed plan {seq}")
+            rank_seconds.append(message.seconds)
+        output.rank_seconds = rank_seconds
         self._pending.popleft()
         if self._pending:
             self._set_deadline(self._step_timeout)

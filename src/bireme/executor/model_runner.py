@@ -53,6 +53,7 @@ class ModelRunner:
 
     Attributes:
         depth: plans that may be outstanding: 2 on CUDA, so that the host prepares a step while the device runs another.
+        step_seconds: see ``worker.Runner``.
     """
 
     def __init__(self, config: EngineConfig, group: TpGroup, device: torch.device) -> None:
@@ -67,6 +68,9 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self._rows = DecodeRows([], device)
         self._no_grammars = ""
+        self.step_seconds = 0.0
+        # Steps that may still run on the device: recorded before and after each, oldest first.
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         # Steps whose tokens the sampler's grammars have yet to see, oldest first.
         self._unobserved: deque[tuple[list[int], DeferredOutput]] = deque()
 
@@ -189,6 +193,7 @@ class ModelRunner:
         sampled = self._sample(plan, forwarded)
         self._advance_host(plan)
         if self.sampler is None:
+            self._time_step(started, started_on_device)
             return None
         if started_on_device is not None:
             num_padding = 0 if shape is None else shape.num_decode - len(plan.decode_slots)
@@ -207,6 +212,18 @@ class ModelRunner:
             model_seconds=time.perf_counter() - started,
             failed_slots=self.sampler.failures(plan.sampled_slots),
         )
+
+    def _time_step(self, started: float, started_on_device: torch.cuda.Event | None) -> None:
+        """For a rank that gives no output: how long its step took, or on CUDA the last one that has ended."""
+        if started_on_device is None:
+            self.step_seconds = time.perf_counter() - started
+            return
+        finished = torch.cuda.Event(enable_timing=True)
+        finished.record()
+        self._timed.append((started_on_device, finished))
+        while self._timed and self._timed[0][1].query():
+            begin, end = self._timed.popleft()
+            self.step_seconds = begin.elapsed_time(end) / 1000.0
 
     def close(self) -> None:
         """Nothing outlives the process; the group is closed by whoever made it."""

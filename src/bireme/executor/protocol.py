@@ -83,10 +83,11 @@ class Execute(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """Rank → driver: plan ``seq`` has run."""
+    """Rank → driver: plan ``seq`` has run. ``seconds``: see ``worker.Runner.step_seconds``."""
 
     rank: int
     seq: int
+    seconds: float = 0.0
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -60,9 +60,11 @@ class Runner(Protocol):
     """What a rank runs plans with: ``model_runner.ModelRunner``, or a stand-in in tests.
 
     ``depth``: plans that it takes before the first one's output is read (see ``protocol.Executor``).
+    ``step_seconds``: on ranks above 0, the last plan's time in the model; on CUDA, of the last one known to have ended.
     """
 
     depth: int
+    step_seconds: float
 
     def load(self) -> CacheCapacity: ...
 
@@ -237,7 +239,7 @@ def run_rank(channel: Channel, launch: Launch) -> int:
                         raise ExecutorError(f"rank {rank} was sent plan {plan.seq} where plan {next_seq} was due")
                     runner.execute(plan)
                     next_seq += 1
-                    send(Done(rank, plan.seq))
+                    send(Done(rank, plan.seq, runner.step_seconds))
                 case Start(config=config):
                     device = rank_device(config, rank)
                     group = join_group(launch.group, rank, device)

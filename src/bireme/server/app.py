@@ -71,15 +71,19 @@ class Service:
         self._pool = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="tokenize")
         self._fingerprint = f"bireme-{__version__}-tp{self._config.parallel.tp_size}"
 
-    def require_ready(self) -> None:
-        """Raise ApiError 503 unless the engine serves."""
+    def require_healthy(self) -> None:
+        """Raise ApiError 503 while the engine loads, and once it is dead."""
         client = self.client
         if client.error is not None:
             raise ApiError(503, f"the engine is dead: {without_folders(client.error)}", code="engine_dead")
-        if self.is_leaving:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
-        if not client.is_ready:
+        if client.capacity is None:
             raise ApiError(503, "the model is still loading", code="loading", headers={"retry-after": "1"})
+
+    def require_ready(self) -> None:
+        """Raise ApiError 503 unless a call that comes now would be served: as above, and while the server drains."""
+        self.require_healthy()
+        if self.is_leaving or not self.client.is_ready:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     def served_name(self, model: str | None) -> str:
         """The name that a response carries; ApiError 404 for a model that is not served."""
@@ -307,8 +311,13 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Response:
-        service.require_ready()
+        service.require_healthy()
         return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        service.require_ready()
+        return _json({"status": "ready"})
 
     @app.get("/version")
     async def version() -> Response:

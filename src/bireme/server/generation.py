@@ -134,7 +134,7 @@ class Generation(Response):
         self._job = job
         self._settings = settings
         self._answers = {
-            request.request_id: (answer, Timing(metrics, job.arrived))
+            request.request_id: (answer, Timing(metrics, job.arrived, job.call.n, job.call.max_tokens))
             for request, answer in zip(job.requests, job.answers, strict=True)
         }
         self._envelope = Envelope(job.call_id, job.kind, job.created, job.model, [], fingerprint)
@@ -261,7 +261,7 @@ class Generation(Response):
             if output.finish_reason is FinishReason.ERROR or output.finish_reason is FinishReason.ABORT:
                 raise self._error_of(output)
             if not timing.has_started and output.token_ids:
-                timing.started(answer.num_prompt_tokens, output.num_cached_tokens)
+                timing.started(answer.num_prompt_tokens, output.num_cached_tokens, output.phase_seconds)
                 self._unqueue(answer.num_prompt_tokens)
             before = answer.num_tokens
             answer.push(output)
