@@ -52,7 +52,9 @@ def stub_client(**values: Any) -> Any:
         "report": None,
         "is_ready": True,
         "error": None,
-        "engine": SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(tp_size=1))),
+        "engine": SimpleNamespace(
+            config=SimpleNamespace(parallel=SimpleNamespace(tp_size=1), device="cpu", dtype="float32")
+        ),
     }
     return SimpleNamespace(**client | values)
 

@@ -118,7 +118,7 @@ def _tokens_of(param: Any, values: list[Any]) -> list[str]:
         return [str(values[0])]
     name = param.opts[0]
     if isinstance(values[0] if values else None, bool):
-        return [name] if values[0] else []
+        return [name] if values[0] else list(param.secondary_opts[:1])
     return [f"{name}={value}" for value in values]
 
 

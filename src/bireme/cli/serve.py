@@ -129,6 +129,9 @@ def serve(
             min=0.0,
         ),
     ] = 30.0,
+    page: Annotated[
+        bool, _server("--page/--no-page", "The page at / for people: a chat, and what the engine does.")
+    ] = True,
     access_log: Annotated[bool, _server("--access-log", "A line on stderr for each request.")] = False,
     log_format: Annotated[LogFormat, _server("--log-format", "Lines for people, or JSON objects.")] = LogFormat.text,
     api_key: Annotated[
@@ -201,6 +204,7 @@ def serve(
             request_timeout=request_timeout,
             sse_keep_alive=sse_keep_alive,
             shutdown_grace=shutdown_grace,
+            page=page,
             access_log=access_log,
             log_format=log_format.value,
         )
@@ -238,6 +242,6 @@ def startup_summary(config: EngineConfig, settings: ServerSettings, capacity: Ca
         "limits": f"{capacity.num_slots} requests at once, {config.scheduler.max_waiting} waiting; "
         f"{capacity.max_model_len} tokens each (prompt and output), {config.scheduler.max_num_batched_tokens} a step",
         "API key": f"needed ({num_keys} known)" if num_keys else "none: whoever reaches the address may call",
-        "address": f"{url}/v1",
+        "address": f"{url}/v1" + (f" (for people: {url})" if settings.page else ""),
     }
     return "\n".join([f"bireme {__version__} is ready", *(f"  {name:10} {text}" for name, text in lines.items())])

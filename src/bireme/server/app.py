@@ -23,7 +23,9 @@ from bireme.errors import InvalidRequestError
 from bireme.server.answers import ChatAnswer, CompletionAnswer
 from bireme.server.chat import ChatTemplate, after_thought
 from bireme.server.generation import Generation, Job, TokenQueue, queue_full
+from bireme.server.live import Live
 from bireme.server.metrics import CONTENT_TYPE, Metrics
+from bireme.server.page import add_page
 from bireme.server.parameters import body_schema
 from bireme.server.params import ChatCall, parse_chat, parse_completion
 from bireme.server.protocol import ApiError, encode, error_object
@@ -70,6 +72,22 @@ class Service:
         self._config = client.engine.config
         self._pool = ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1), thread_name_prefix="tokenize")
         self._fingerprint = f"bireme-{__version__}-tp{self._config.parallel.tp_size}"
+        facts = {
+            "model": settings.served_model_names[0],
+            "version": __version__,
+            "tp_size": self._config.parallel.tp_size,
+            "device": self._config.device,
+            "dtype": self._config.dtype,
+        }
+        self.live = Live(client, self.metrics, facts, self.state)
+
+    def state(self) -> str:
+        """What a person would say of it: serving, loading, draining or dead."""
+        if self.client.error is not None:
+            return "dead"
+        if self.client.capacity is None:
+            return "loading"
+        return "serving" if self.client.is_ready and not self.is_leaving else "draining"
 
     def require_healthy(self) -> None:
         """Raise ApiError 503 while the engine loads, and once it is dead."""
@@ -319,6 +337,10 @@ def create_app(
         service.require_ready()
         return _json({"status": "ready"})
 
+    @app.get("/live")
+    async def live() -> Response:
+        return service.live.response()
+
     @app.get("/version")
     async def version() -> Response:
         return _json({"version": __version__})
@@ -327,6 +349,8 @@ def create_app(
     async def read_metrics() -> Response:
         return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
+    if settings.page:
+        add_page(app)
     return app
 
 
