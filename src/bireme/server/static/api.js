@@ -1,18 +1,18 @@
 // Calls to the server that this page came from. The key is in sessionStorage and nowhere else.
 
 const KEY = "bireme-api-key";
+const dialog = document.getElementById("key-dialog");
+dialog.addEventListener("cancel", (event) => event.preventDefault());
 let asking = null;
 
 /** Ask for a key, once however many calls need one. */
 function askForKey(wasWrong) {
   asking ??= new Promise((resolve) => {
-    const dialog = document.getElementById("key-dialog");
     const input = document.getElementById("key");
     document.getElementById("key-why").textContent = wasWrong
       ? "The server does not know that key."
       : "It is kept in this tab only, until you close it.";
     input.value = "";
-    dialog.addEventListener("cancel", (event) => event.preventDefault());
     dialog.addEventListener("close", () => {
       sessionStorage.setItem(KEY, input.value.trim());
       input.value = "";

@@ -3,13 +3,14 @@
 import { call, events } from "./api.js";
 import { byId, element } from "./dom.js";
 import { blocks, copyText } from "./markdown.js";
-import { parameters } from "./parameters.js";
+import { parameters, setThinking } from "./parameters.js";
 
+/** Questions to begin with, and whether they are worth a thought. */
 const IDEAS = [
-  "What is 345 + 678?",
-  "What is the capital of France?",
-  "Write this word backwards: rudder",
-  "Sort these numbers from smallest to largest: 41, 7, 88, 23",
+  ["What is 345 + 678?", true],
+  ["What is the capital of France?", false],
+  ['How many times does the letter "r" appear in "strawberry"?', true],
+  ["Sort these numbers from smallest to largest: 41, 7, 88, 23", true],
 ];
 
 const scroll = byId("scroll");
@@ -52,6 +53,7 @@ class Answer {
     this.calls = [];
     this.reason = null;
     this.usage = null;
+    this.tokensAtFirst = 0;
     this.asked = performance.now();
     this.first = null;
     this.thoughtUntil = null;
@@ -75,7 +77,10 @@ class Answer {
     const choice = chunk.choices?.[0];
     if (!choice) return;
     const { reasoning_content: thought, content, tool_calls: calls } = choice.delta;
-    if ((thought || content || calls) && this.first === null) this.first = performance.now();
+    if ((thought || content || calls) && this.first === null) {
+      this.first = performance.now();
+      this.tokensAtFirst = this.usage?.completion_tokens ?? 1;
+    }
     if (thought) this.thought += thought;
     if ((content || calls) && this.thought) this.thoughtUntil ??= performance.now();
     if (content) this.text += content;
@@ -94,6 +99,7 @@ class Answer {
     this.isDue = true;
     setTimeout(() => requestAnimationFrame(() => {
       this.isDue = false;
+      if (this.isOver) return;
       const started = performance.now();
       following(() => this.show());
       this.pause = Math.min(500, 8 * (performance.now() - started));
@@ -150,9 +156,9 @@ class Answer {
   figures(how) {
     const count = this.usage?.completion_tokens;
     const parts = [];
-    if (count) parts.push(`${count} tokens`);
+    if (count) parts.push(count === 1 ? "1 token" : `${count} tokens`);
     const spent = (performance.now() - this.first) / 1000;
-    if (count > 1 && this.first !== null) parts.push(`${((count - 1) / spent).toFixed(spent > 0 ? 0 : 1)} tokens/s`);
+    if (count > this.tokensAtFirst) parts.push(`${Math.round((count - this.tokensAtFirst) / spent)} tokens/s`);
     if (this.first !== null) parts.push(`first after ${seconds(this.first - this.asked)}`);
     if (how) parts.push(how);
     else if (this.reason === "length") parts.push("cut off at max tokens");
@@ -280,9 +286,13 @@ export function startChat() {
     say("A new conversation.");
     question.focus();
   });
-  for (const idea of IDEAS) {
+  for (const [idea, isHard] of IDEAS) {
     const button = element("button", { type: "button" }, idea);
-    button.onclick = () => send(idea);
+    button.onclick = () => {
+      setThinking(isHard);
+      send(idea);
+    };
     byId("ideas").append(button);
   }
+  byId("address").textContent = new URL("v1", location.href).href;
 }

@@ -7,6 +7,7 @@ const RATE_SECONDS = 2;
 const HISTORY_SECONDS = 60;
 const RETRY_MILLISECONDS = 2000;
 const OAR = 7;
+const MARGIN = 24;
 
 const steps = [];
 let history = [];
@@ -18,6 +19,10 @@ const count = new Intl.NumberFormat("en");
 function milliseconds(seconds) {
   const value = seconds * 1000;
   return `${value < 10 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : Math.round(value)} ms`;
+}
+
+function rows(number) {
+  return number === 1 ? "1 row" : `${count.format(number)} rows`;
 }
 
 function show(id, text) {
@@ -41,7 +46,7 @@ function prepared(id) {
 /** Two banks of oars: a step's decode rows above the waterline, its prefill rows below. */
 function drawSteps() {
   const { context, width, height, color } = prepared("steps");
-  const shown = steps.slice(-Math.floor(width / OAR));
+  const shown = steps.slice(-Math.floor((width - MARGIN) / OAR));
   const up = Math.max(4, ...shown.map((step) => step.decode_rows + step.padding_rows));
   const down = Math.max(2, ...shown.map((step) => step.prefill_rows));
   const water = Math.round(height * 0.68);
@@ -63,8 +68,8 @@ function drawSteps() {
   context.fillRect(0, water - 0.5, width, 1);
   context.fillStyle = color("dim");
   context.font = "11px system-ui, sans-serif";
-  context.fillText(String(up), 2, 11);
-  context.fillText(String(down), 2, height - 3);
+  context.fillText(String(up), 5, 13);
+  context.fillText(String(down), 5, height - 5);
 }
 
 function drawRates() {
@@ -72,7 +77,7 @@ function drawRates() {
   const now = history.at(-1)?.seconds ?? 0;
   const points = history.map((each) => [width - ((now - each.seconds) / HISTORY_SECONDS) * width, each.rate]);
   const top = Math.max(10, ...points.map(([, rate]) => rate));
-  const y = (rate) => height - 3 - (rate / top) * (height - 18);
+  const y = (rate) => height - 3 - (rate / top) * (height - 20);
   context.beginPath();
   points.forEach(([x, rate]) => context.lineTo(x, y(rate)));
   context.strokeStyle = color("decode");
@@ -89,7 +94,7 @@ function drawRates() {
   }
   context.fillStyle = color("dim");
   context.font = "11px system-ui, sans-serif";
-  context.fillText(count.format(Math.round(top)), 2, 11);
+  context.fillText(count.format(Math.round(top)), 5, 13);
   show("rate-text", `Now ${count.format(Math.round(history.at(-1)?.rate ?? 0))}, at most ${count.format(Math.round(Math.max(0, ...history.map((each) => each.rate))))}.`);
 }
 
@@ -121,6 +126,7 @@ function showRanks(event) {
 }
 
 function update(event) {
+  if (event.num_steps < (history.at(-1)?.num_steps ?? 0)) history = []; // another server by now
   byId("state").dataset.state = event.state;
   show("state", event.state);
   const before = history.findLast((each) => event.seconds - each.seconds >= RATE_SECONDS) ?? history[0];
@@ -139,9 +145,10 @@ function update(event) {
   steps.splice(0, Math.max(0, steps.length - 1024));
   const last = steps.at(-1);
   if (last) {
-    const parts = [`${last.decode_rows} decode rows`];
-    if (last.padding_rows) parts.push(`${last.padding_rows} of padding`);
-    if (last.prefill_rows) parts.push(`${last.prefill_rows} prefill rows with ${count.format(last.prefill_tokens)} tokens`);
+    const parts = [];
+    if (last.decode_rows) parts.push(`${rows(last.decode_rows)} of decode`);
+    if (last.padding_rows) parts.push(`${rows(last.padding_rows)} of padding`);
+    if (last.prefill_rows) parts.push(`${rows(last.prefill_rows)} of prefill with ${count.format(last.prefill_tokens)} tokens`);
     show("step-text", `Step ${count.format(event.num_steps)}: ${parts.join(", ")}.`);
   }
   show("facts", `Bireme ${event.version} · ${event.dtype} on ${event.device} · tensor parallel ${event.tp_size}` +
@@ -167,7 +174,6 @@ export function watchIfSeen() {
   const isSeen = !document.hidden && byId("engine").offsetParent !== null;
   if (isSeen && !controller) {
     controller = new AbortController();
-    history = [];
     follow(controller.signal);
   } else if (!isSeen && controller) {
     controller.abort();

@@ -32,10 +32,17 @@ export function parameters() {
 }
 
 /** Say beside the folded parameters how many are set. */
+function tellCount() {
+  const fields = byId("parameters").querySelectorAll("input, select, textarea");
+  const count = [...fields].filter((each) => each.value !== "").length;
+  byId("parameters-set").textContent = count ? `${count} set` : "";
+}
+
+export function setThinking(isOn) {
+  byId("thinking").value = isOn ? "on" : "off";
+  tellCount();
+}
+
 export function startParameters() {
-  const fields = byId("parameters");
-  fields.addEventListener("input", () => {
-    const count = [...fields.querySelectorAll("input, select, textarea")].filter((each) => each.value !== "").length;
-    byId("parameters-set").textContent = count ? `${count} set` : "";
-  });
+  byId("parameters").addEventListener("input", tellCount);
 }
