@@ -7,7 +7,7 @@ takes its output, in a CUDA graph, with weights rotated past the L2 cache. One J
 ``--out``): ``us`` is the median of that unit, ``limit_us`` what reading the weights must take, ``share`` their ratio.
 ``--write`` keeps the winners as a table for ``bireme/kernels/triton/tuning``; it is rewritten after every shape, so a
 run that is cut off leaves the shapes it got to. Then the small kernels alone, and at last whole layers as chains:
-cuBLAS, the winners, the winners without early launches, and without prefetch.
+cuBLAS, the winners, and the winners without early launches.
 """
 
 from __future__ import annotations
@@ -143,19 +143,16 @@ class Unit:
         x = silu_and_mul(self.input) if shape.role == "down" else self.input
         self.expected = F.linear(x, weights[0])
 
-    def product(self, x: Tensor, weight: Tensor, tiling: Any, *, gated: bool = False) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, tiling: Any) -> Tensor:
         dtype = torch.float32 if self.shape.role == "head" else torch.bfloat16
         if tiling is None:
             result = F.linear(x, weight)
             return result.float() if self.shape.role == "head" else result
-        return tiled.run_tiled(x, weight, tiling, dtype, gated=gated, raw=self.residual is not None)
+        return tiled.run_tiled(x, weight, tiling, dtype, raw=self.residual is not None)
 
     def run(self, i: int, tiling: Any) -> None:
         role, weight = self.shape.role, self.weights[i % len(self.weights)]
-        if role == "down" and tiling is not None and tiling.fuse:
-            # In front stands gate_up itself; here it is the norm behind the unit before.
-            y = self.product(self.input, weight, tiling, gated=True)
-        elif role == "down":
+        if role == "down":
             y = self.product(silu_and_mul(self.input), weight, tiling)
         elif role == "in":
             x, _ = add_rms_norm(self.block, self.stream, self.ones[: self.shape.in_size], EPS)
@@ -167,10 +164,8 @@ class Unit:
 
     def error(self, tiling: Any) -> float:
         """The largest difference to cuBLAS, relative to the largest value."""
-        role = self.shape.role
-        gated = role == "down" and tiling is not None and tiling.fuse
-        x = silu_and_mul(self.input) if role == "down" and not gated else self.input
-        y = self.product(x, self.weights[0], tiling, gated=gated)
+        x = silu_and_mul(self.input) if self.shape.role == "down" else self.input
+        y = self.product(x, self.weights[0], tiling)
         y = y.sum(0) if y.dim() == 3 else y
         return ((y.float() - self.expected.float()).abs().max() / self.expected.float().abs().max()).item()
 
@@ -241,26 +236,18 @@ class Tuner:
 
         few, many = ROWS
         for base in TILINGS:
-            attempt(few, dataclasses.replace(with_parts(base, shape, self.sms, 3), prefetch=2))
+            attempt(few, with_parts(base, shape, self.sms, 3))
         for tiling in best(few, 3):
             for programs in (2, 4, 6):
                 attempt(few, with_parts(tiling, shape, self.sms, programs))
         for tiling in best(few, 6):
             attempt(many, tiling)
         for base in TILINGS[4:7]:  # wide tiles: many rows are read once for each
-            attempt(many, dataclasses.replace(with_parts(base, shape, self.sms, 2), prefetch=2))
-        changes: list[dict[str, Any]] = [{"prefetch": 0}, {"prefetch": 4}, {"prefetch": 8}]
-        if shape.role == "down":
-            changes = [{"fuse": True}, *changes, {"fuse": True, "prefetch": 0}, {"fuse": True, "prefetch": 6}]
-        for change in changes:
-            for rows in ROWS:
-                for tiling in best(rows, 2):
-                    attempt(rows, dataclasses.replace(tiling, **change))
+            attempt(many, with_parts(base, shape, self.sms, 2))
         chosen = choose(times)
         for rows in ROWS:
-            if not (chosen[rows] is not None and chosen[rows].fuse):
-                alone = round(units[rows].alone(chosen[rows]), 2)
-                self.measure(units[rows], chosen[rows], winner=True, alone_us=alone)
+            alone = round(units[rows].alone(chosen[rows]), 2)
+            self.measure(units[rows], chosen[rows], winner=True, alone_us=alone)
         one = Unit(shape, weights, 1)
         for tiling in {None, chosen[ROWS[0]]}:
             self.measure(one, tiling, winner=tiling == chosen[ROWS[0]])
@@ -332,12 +319,8 @@ def chain_us(shapes: dict[str, Shape], chosen: dict[str, dict[int, Any]], rows: 
     residual, mixed = randn(rows, hidden), randn(rows, values)
     bucket = next(bucket for bucket in ROWS if rows <= bucket)
 
-    def tiling_of(name: str) -> Any:
-        tiling = None if variant == "cublas" else chosen[name][bucket]
-        return dataclasses.replace(tiling, prefetch=0) if tiling is not None and variant == "no prefetch" else tiling
-
     def product(name: str, x: Tensor, *, raw: bool = False) -> Tensor:
-        tiling = tiling_of(name)
+        tiling = None if variant == "cublas" else chosen[name][bucket]
         return (
             F.linear(x, weights[name])
             if tiling is None
@@ -351,11 +334,7 @@ def chain_us(shapes: dict[str, Shape], chosen: dict[str, dict[int, Any]], rows: 
         y = product("out_proj", rms_norm(mixed, ones[:values], EPS), raw=True)
         x, _residual = add_rms_norm(y, residual, ones[:hidden], EPS)
         gate_up = product("gate_up", x)
-        tiling = tiling_of("down")
-        if tiling is not None and tiling.fuse:
-            y = tiled.run_tiled(gate_up, weights["down"], tiling, x.dtype, gated=True, raw=True)
-        else:
-            y = product("down", silu_and_mul(gate_up), raw=True)
+        y = product("down", silu_and_mul(gate_up), raw=True)
         state["x"], _residual = add_rms_norm(y, residual, ones[:hidden], EPS)
 
     with pdl_off(variant == "no pdl"):
@@ -415,7 +394,7 @@ def main() -> int:
             except Exception as error:
                 report({"case": f"{geometry} small kernels", "error": f"{type(error).__name__}: {error}"[:300]})
             for rows in (1, 16, 64):
-                for variant in ("cublas", "winners", "no prefetch", "no pdl"):
+                for variant in ("cublas", "winners", "no pdl"):
                     record = {
                         "case": f"{geometry} chain",
                         "rows": rows,

@@ -44,8 +44,6 @@ def test_both_sets_have_the_same_functions_which_take_the_same_arguments(monkeyp
 
 def test_the_reference_finishes_a_block_in_one_piece():
     torch.manual_seed(0)
-    gate_up, weight = torch.randn(5, 24), torch.randn(8, 12)
+    x, weight = torch.randn(5, 12), torch.randn(8, 12)
     packed = reference.pack_linear_weight(weight)
-    gated = reference.silu_and_mul(gate_up)
-    assert torch.equal(reference.swiglu_linear_partials(gate_up, packed), reference.linear(gated, packed))
-    assert torch.equal(reference.linear_partials(gated, packed), reference.linear(gated, packed))
+    assert torch.equal(reference.linear_partials(x, packed), reference.linear(x, packed))

@@ -17,6 +17,7 @@ from triton_tools import mend_interpreter  # noqa: E402
 
 from bireme.kernels import reference  # noqa: E402
 from bireme.kernels.triton import gated_delta_decode, gated_delta_prefill  # noqa: E402
+from bireme.kernels.triton.gated_delta_decode import DecodeShape  # noqa: E402
 from bireme.kernels.triton.launch import pdl_off  # noqa: E402
 
 if INTERPRETED:
@@ -140,8 +141,8 @@ def assert_close_in_bfloat16(found: Tensor, expected: Tensor, bound: float = 0.0
 
 @needs_interpreter
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_an_interpreted_decode_step_equals_the_reference(group, splits, monkeypatch):
+@pytest.mark.parametrize("shape", [(1, 4), (2, 4), (1, 4, 16, 2)])
+def test_an_interpreted_decode_step_equals_the_reference(group, shape, monkeypatch):
     layer = Delta(2, group, 32, num_slots=6, nan_slots=[2])
     slots = torch.tensor([5, 1, 3])
     found, expected = layer.states(), layer.states()
@@ -151,7 +152,7 @@ def test_an_interpreted_decode_step_equals_the_reference(group, splits, monkeypa
     layer2 = Delta(2, group, 32, num_slots=6, nan_slots=[2])
     nan_scratch(monkeypatch)
     for step in range(2):  # twice: counters are zero again
-        got = layer.decode(layer2.rows(3), slots, found, shape=(splits, 4))
+        got = layer.decode(layer2.rows(3), slots, found, shape=DecodeShape(*shape))
         torch.testing.assert_close(got, want[step], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(found[0][1:], expected[0][1:], atol=1e-5, rtol=1e-5, equal_nan=True)
     assert torch.equal(found[1][1:].nan_to_num(9.0), expected[1][1:].nan_to_num(9.0))
@@ -159,12 +160,12 @@ def test_an_interpreted_decode_step_equals_the_reference(group, splits, monkeypa
 
 
 @needs_interpreter
-@pytest.mark.parametrize("splits", [1, 2])
-def test_interpreted_padding_rows_that_share_slot_zero_disturb_nobody(splits):
+@pytest.mark.parametrize("shape", [(1, 4), (2, 4), (1, 4, 16, 2)])
+def test_interpreted_padding_rows_that_share_slot_zero_disturb_nobody(shape):
     layer = Delta(2, 3, 32, num_slots=5)
     rows, slots = layer.rows(6), torch.tensor([0, 4, 0, 0, 2, 0])
     found, expected, before = layer.states(), layer.states(), layer.states()
-    got = layer.decode(rows, slots, found, shape=(splits, 4))
+    got = layer.decode(rows, slots, found, shape=DecodeShape(*shape))
     want = layer.expected_decode(rows, slots, expected)
     torch.testing.assert_close(got[[1, 4]], want[[1, 4]], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(found[0][1:], expected[0][1:], atol=1e-5, rtol=1e-5)
@@ -273,7 +274,7 @@ def assert_counters_are_zero():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 70])
-@pytest.mark.parametrize("shape", [None, (1, 4), (1, 8), (2, 4), (4, 4), (4, 2)])
+@pytest.mark.parametrize("shape", [None, (1, 4), (2, 4), (4, 2), (1, 4, 32, 2), (1, 4, 32, 3), (1, 2, 16, 3)])
 @pytest.mark.parametrize(("num_k_heads", "group"), GEOMETRIES)
 def test_a_decode_step_at_real_sizes_equals_the_reference(num_k_heads, group, shape, num_rows):
     layer = on_gpu(num_k_heads, group, 80, nan_slots=[7])
@@ -282,7 +283,7 @@ def test_a_decode_step_at_real_sizes_equals_the_reference(num_k_heads, group, sh
     for _ in range(3):
         rows = layer.rows(num_rows)
         want = reference.gdn_decode(rows, *layer.weights, *expected, slots, None, False, EPS)
-        got = layer.decode(rows, slots, found, shape=shape)
+        got = layer.decode(rows, slots, found, shape=shape and DecodeShape(*shape))
         assert_close_in_bfloat16(got, want, 0.005)
     assert_close_in_bfloat16(found[0][slots], expected[0][slots], 0.005)
     assert torch.equal(found[1][slots], expected[1][slots])
@@ -291,14 +292,14 @@ def test_a_decode_step_at_real_sizes_equals_the_reference(num_k_heads, group, sh
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [None, (1, 8), (4, 4)])
+@pytest.mark.parametrize("shape", [None, (4, 4), (1, 4, 32, 3)])
 def test_many_padding_rows_on_slot_zero_neither_hang_nor_touch_others(shape):
     layer = on_gpu(16, 3, 6)
     slots = torch.tensor([3, *[0] * 60, 5], device="cuda")
     found, expected, before = layer.states(), layer.states(), layer.states()
     for _ in range(5):
         rows = layer.rows(62)
-        got = layer.decode(rows, slots, found, shape=shape)
+        got = layer.decode(rows, slots, found, shape=shape and DecodeShape(*shape))
         want = reference.gdn_decode(rows[[0, 61]], *layer.weights, *expected, slots[[0, 61]], None, False, EPS)
         assert_close_in_bfloat16(got[[0, 61]], want, 0.005)
     assert torch.equal(found[1][[3, 5]], expected[1][[3, 5]])
@@ -307,7 +308,7 @@ def test_many_padding_rows_on_slot_zero_neither_hang_nor_touch_others(shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [None, (1, 8), (2, 4), (4, 4)])
+@pytest.mark.parametrize("shape", [None, (2, 4), (4, 4), (1, 4, 32, 3)])
 @pytest.mark.parametrize("num_rows", [1, 16])
 def test_a_captured_decode_step_replays_with_other_slots_and_rows(num_rows, shape):
     layer = on_gpu(16, 3, 40)

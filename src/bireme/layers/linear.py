@@ -48,12 +48,6 @@ class RowParallelLinear(Layer):
             return self.kernels.linear_partials(x, self.weight)
         return self.group.all_reduce(self.kernels.linear(x, self.weight))
 
-    def swiglu_forward(self, gate_up: Tensor) -> Tensor:
-        """``forward(silu(gate) · up)`` of rows gate|up, [N, 2 · in_size]."""
-        if self.group.size == 1:
-            return self.kernels.swiglu_linear_partials(gate_up, self.weight)
-        return self.group.all_reduce(self.kernels.linear(self.kernels.silu_and_mul(gate_up), self.weight))
-
 
 class VocabParallelEmbedding(Layer):
     """Rank r holds rows [r·Vr, (r + 1)·Vr) of the table; a token's row comes from its owner through one all-reduce."""

@@ -7,6 +7,7 @@ leave out. The device keeps the numbers, so that a row of a plan is just a slot 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -195,8 +196,8 @@ class SlotSampling:
         self._features = np.full(num_slots + 1, int(Feature.GREEDY), dtype=np.int64)
         self._top_k = np.full(num_slots + 1, self.vocab_end, dtype=np.int64)
         self._num_logprobs = np.zeros(num_slots + 1, dtype=np.int64)
-        self._floats = torch.zeros(num_slots + 1, len(_FLOATS), dtype=torch.float64, device=self.device)
-        self._integers = torch.zeros(num_slots + 1, len(_INTEGERS), dtype=torch.int64, device=self.device)
+        self._floats = torch.zeros(len(_FLOATS), num_slots + 1, dtype=torch.float64, device=self.device)
+        self._integers = torch.zeros(len(_INTEGERS), num_slots + 1, dtype=torch.int64, device=self.device)
         self.counts = RowPool(num_slots, vocab_size, torch.int32, self.device)
         self.bias = RowPool(num_slots, vocab_size, torch.float32, self.device)
         self.suppressed = RowPool(num_slots, vocab_size, torch.bool, self.device)
@@ -228,8 +229,8 @@ class SlotSampling:
             params.presence_penalty,
         )
         integers = (seed & MASK, (seed >> 32) & MASK, top_k, params.min_tokens)
-        self._floats[slot] = to_device(floats, torch.float64, self.device)
-        self._integers[slot] = to_device(integers, torch.int64, self.device)
+        self._floats[:, slot] = to_device(floats, torch.float64, self.device)
+        self._integers[:, slot] = to_device(integers, torch.int64, self.device)
         self._features[slot] = int(features)
         self._top_k[slot] = top_k
         self._num_logprobs[slot] = params.logprobs or 0
@@ -364,7 +365,7 @@ class SlotSampling:
         )
 
     def _columns(self, slots: np.ndarray) -> dict[str, Tensor]:
-        """Every parameter of the slots by name, [n, 1] each."""
+        """Every parameter of the slots by name, [n, 1] each and contiguous: kernels read them by row number."""
         index = to_device(slots, torch.int64, self.device)
-        floats, integers = self._floats[index], self._integers[index]
-        return dict(zip(_FLOATS + _INTEGERS, (*floats.split(1, dim=1), *integers.split(1, dim=1)), strict=True))
+        columns = (table.index_select(1, index).unsqueeze(2).unbind() for table in (self._floats, self._integers))
+        return dict(zip(_FLOATS + _INTEGERS, itertools.chain.from_iterable(columns), strict=True))

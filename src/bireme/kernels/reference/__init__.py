@@ -16,7 +16,6 @@ from bireme.kernels.reference.linear import (
     linear,
     linear_partials,
     pack_linear_weight,
-    swiglu_linear_partials,
     vocab_logits,
 )
 from bireme.kernels.reference.mlp import silu_and_mul
@@ -36,6 +35,5 @@ __all__ = [
     "rms_norm",
     "rotary_cos_sin",
     "silu_and_mul",
-    "swiglu_linear_partials",
     "vocab_logits",
 ]

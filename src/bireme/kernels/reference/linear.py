@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bireme.kernels.reference.mlp import silu_and_mul
-
 FEW_ROWS = 8
 """Up to this many rows, ``x @ Wᵀ`` with a row-major W is the faster vocabulary product on CPUs."""
 
@@ -27,11 +25,6 @@ def linear(x: Tensor, packed: Tensor) -> Tensor:
 
 linear_partials = linear
 """``linear`` for a result that goes to ``add_rms_norm``, which other implementations may leave as partial sums."""
-
-
-def swiglu_linear_partials(gate_up: Tensor, packed: Tensor) -> Tensor:
-    """``linear_partials(silu_and_mul(gate_up), packed)`` of [N, 2·in] rows gate|up."""
-    return torch.mm(silu_and_mul(gate_up), packed)
 
 
 def embed(token_ids: Tensor, weight: Tensor, first_id: int | None) -> Tensor:

@@ -12,7 +12,6 @@ from bireme.kernels.triton.linear import (
     linear,
     linear_partials,
     pack_linear_weight,
-    swiglu_linear_partials,
     vocab_logits,
 )
 from bireme.kernels.triton.mlp import silu_and_mul
@@ -32,6 +31,5 @@ __all__ = [
     "rms_norm",
     "rotary_cos_sin",
     "silu_and_mul",
-    "swiglu_linear_partials",
     "vocab_logits",
 ]

@@ -9,6 +9,8 @@ head, not by slot, so padding rows that share slot 0 count their own programs on
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -69,6 +71,23 @@ def _shift(history, x, channel, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def _delta_rule(old, q, k, v, beta, decay):
+    """(state [Dk, n] after the token, what q reads from it [n]); q and k of unit length, v [n]."""
+    # What the decayed state holds for k and q; Sᵀq after the update follows from what it held before it.
+    held = tl.sum(old * k[:, None], 0) * decay
+    read = tl.sum(old * q[:, None], 0) * decay
+    delta = beta * (v - held)
+    return old * decay + k[:, None] * delta[None, :], read + tl.sum(q * k, 0) * delta
+
+
+@triton.jit
+def _gated_norm(o, z, weight, eps, VALUE_DIM: tl.constexpr):
+    # q lacks its factor Dk^-0.5, which scales o as a whole: the caller's eps makes up for it.
+    normed = o * tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * weight
+    return (silu(z.to(tl.float32)) * normed.to(z.dtype).to(tl.float32)).to(z.dtype)
+
+
+@triton.jit
 def _decode_kernel(
     mixed,
     conv_weight,
@@ -91,6 +110,8 @@ def _decode_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    SLICE: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -118,8 +139,10 @@ def _decode_kernel(
 
     slot = tl.load(slots + row)
     state = recurrent_state + (slot * NUM_V_HEADS + head) * (KEY_DIM * VALUE_DIM)
-    state += keys[:, None] * VALUE_DIM + values[None, :]
-    old = tl.load(state)
+    state += keys[:, None] * VALUE_DIM + first_value
+    LOOPED: tl.constexpr = SLICE < BLOCK_V
+    if not LOOPED:
+        old = tl.load(state + tl.arange(0, BLOCK_V)[None, :])
     history = conv_state + slot * (3 * CHANNELS)
     current = mixed + row * mixed_stride
     q_window = _window(history, current, q_channel, CHANNELS)
@@ -143,28 +166,36 @@ def _decode_kernel(
     v = _convolved(v_window, v_taps)
     q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS)
     k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
-    # What the decayed state holds for k and q; Sᵀq after the update follows from what it held before it.
-    held = tl.sum(old * k[:, None], 0) * decay
-    read = tl.sum(old * q[:, None], 0) * decay
-    delta = beta * (v - held)
-    o = read + tl.sum(q * k, 0) * delta
-
-    # Everything that others may overwrite has been read: say so before the state's stores are under way.
     EXPECTED: tl.constexpr = GROUP * SPLITS
     counter = counters + row * NUM_K_HEADS + key_head
-    if SPLITS > 1:
-        tl.store(partial + (row * NUM_V_HEADS + head) * VALUE_DIM + values, o)
+    own = partial + (row * NUM_V_HEADS + head) * VALUE_DIM
+    if LOOPED:
+        tl.store(own + values, v)
+    else:
+        new, o = _delta_rule(old, q, k, v, beta, decay)
+        if SPLITS > 1:
+            tl.store(own + values, o)
+    # Everything that others may overwrite has been read: say so before the state's stores are under way.
     is_last = True
-    if EXPECTED > 1:
+    if LOOPED or EXPECTED > 1:
         tl.debug_barrier()
+    if EXPECTED > 1:
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == EXPECTED - 1
-    tl.store(state, old * decay + k[:, None] * delta[None, :])
+    if LOOPED:
+        for start in tl.range(0, BLOCK_V, SLICE, num_stages=STAGES):
+            part = start + tl.arange(0, SLICE)
+            old = tl.load(state + part[None, :])
+            new, o = _delta_rule(old, q, k, tl.load(own + part), beta, decay)
+            tl.store(state + part[None, :], new)
+            tl.store(own + part, o)
+        tl.debug_barrier()
+        o = tl.load(own + values)
+    else:
+        tl.store(state + tl.arange(0, BLOCK_V)[None, :], new)
     _shift(history, v_window, v_channel, CHANNELS)
     if SPLITS == 1:
-        # q lacks its factor Dk^-0.5, which scales o as a whole: the caller's eps makes up for it.
-        normed = o * tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * tl.load(norm_weight + values)
-        gated = silu(z.to(tl.float32)) * normed.to(z.dtype).to(tl.float32)
-        tl.store(out + row * out_stride + head * VALUE_DIM + values, gated.to(z.dtype))
+        gated = _gated_norm(o, z, tl.load(norm_weight + values), eps, VALUE_DIM)
+        tl.store(out + row * out_stride + head * VALUE_DIM + values, gated)
     if is_last:
         _shift(history, q_window, q_channel, CHANNELS)
         _shift(history, k_window, k_channel, CHANNELS)
@@ -183,12 +214,29 @@ L2_EPS = 1e-6
 """Added to the sum of squares when q and k are normalised (the architecture's constant, not the norm's eps)."""
 
 
-def decode_shape(num_programs: int, value_dim: int, device: torch.device) -> tuple[int, int]:
-    """(slices of the value dimension, warps) for ``num_programs`` = rows × value heads."""
+class DecodeShape(NamedTuple):
+    """How ``gdn_decode`` is cut.
+
+    Attributes:
+        splits: programs that share a value head.
+        num_warps: of a program.
+        slice: values that a program updates at a time, the next ones being fetched meanwhile; 0: all at once. Only
+            where a program has a head of its own.
+        stages: slices in flight, the one at work included.
+    """
+
+    splits: int
+    num_warps: int
+    slice: int = 0
+    stages: int = 1
+
+
+def decode_shape(num_programs: int, value_dim: int, device: torch.device) -> DecodeShape:
+    """The shape for ``num_programs`` = rows × value heads."""
     splits = 1
     while splits < 4 and num_programs * splits < 2 * num_sms(device) and value_dim // splits > 32:
         splits *= 2
-    return splits, 4
+    return DecodeShape(splits, 4) if splits > 1 else DecodeShape(1, 4, slice=min(32, value_dim // 2), stages=3)
 
 
 def gdn_decode(
@@ -205,26 +253,29 @@ def gdn_decode(
     eps: float,
     out: Tensor | None = None,
     *,
-    shape: tuple[int, int] | None = None,
+    shape: DecodeShape | None = None,
 ) -> Tensor:
     """One token a row, as ``reference.gdn_decode``; several rows may name slot 0, whose contents are then arbitrary.
 
     Args:
         slot_range, in_order: not needed here: slots are read where they lie.
-        shape: (slices, warps) instead of ``decode_shape``'s choice.
+        shape: instead of ``decode_shape``'s choice.
 
     Raises:
-        ValueError: a convolution of other than 4 taps, or head dimensions that are no powers of two.
+        ValueError: a convolution of other than 4 taps, head dimensions that are no powers of two, or a shape that is
+            no shape.
     """
     num_rows = mixed.shape[0]
     _, num_v_heads, key_dim, value_dim = recurrent_state.shape
     num_k_heads = num_key_heads(conv_weight, recurrent_state)
-    splits, num_warps = shape or decode_shape(num_rows * num_v_heads, value_dim, mixed.device)
+    splits, num_warps, slice_size, stages = shape or decode_shape(num_rows * num_v_heads, value_dim, mixed.device)
+    if slice_size and splits > 1:
+        raise ValueError(f"gdn_decode: slices of {slice_size} values need a head of their own, not {splits} splits")
     if out is None:
         out = mixed.new_empty(num_rows, num_v_heads * value_dim)
     group = num_v_heads // num_k_heads
     counters = _zeroed_counters(num_rows * num_k_heads, mixed.device)
-    if splits > 1:
+    if splits > 1 or slice_size:
         partial = torch.empty(num_rows * num_v_heads * value_dim, dtype=torch.float32, device=mixed.device)
     else:
         partial = norm_weight  # not touched
@@ -250,6 +301,8 @@ def gdn_decode(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         SPLITS=splits,
+        SLICE=slice_size or value_dim // splits,
+        STAGES=stages,
         num_warps=num_warps,
         **pdl(mixed.device),
     )

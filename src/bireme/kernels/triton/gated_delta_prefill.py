@@ -1,11 +1,12 @@
-"""Gated DeltaNet over packed prompt chunks, in the chunked (WY) form, in three launches.
+"""Gated DeltaNet over packed prompt chunks, in the chunked (WY) form, in four launches.
 
-1. ``_prepare_kernel``, per 64-token chunk and value head: convolution, gates, and what the chunk writes and reads as if
-   it began with S = 0: with A[i, j] = β_i·exp(t_i − t_j)·k_i·k_j below the diagonal (t: log decay since the chunk's
-   start) and T = (I + A)⁻¹, u = T·(β·v) and w = T·(β·exp(t)·k).
-2. ``_scan_kernel``, per row, value head and slice of the value dimension, chunk after chunk: δ = u − w·S,
+1. ``_convolve_kernel``, per 64-token chunk and head: q, k and v.
+2. ``_prepare_kernel``, per chunk and value head: gates, and what the chunk writes and reads as if it began with S = 0:
+   with A[i, j] = β_i·exp(t_i − t_j)·k_i·k_j below the diagonal (t: log decay since the chunk's start) and
+   T = (I + A)⁻¹, u = T·(β·v) and w = T·(β·exp(t)·k).
+3. ``_scan_kernel``, per row, value head and slice of the value dimension, chunk after chunk: δ = u − w·S,
    S ← exp(t_last)·S + Σ_j exp(t_last − t_j)·k_j·δ_jᵀ. It keeps S in float32 and leaves each chunk's S (rounded) and δ.
-3. ``_output_kernel``, per chunk and value head: o_i = exp(t_i)·Sᵀq_i + Σ_{j ≤ i} exp(t_i − t_j)·(q_i·k_j)·δ_j, then the
+4. ``_output_kernel``, per chunk and value head: o_i = exp(t_i)·Sᵀq_i + Σ_{j ≤ i} exp(t_i − t_j)·(q_i·k_j)·δ_j, then the
    gated norm.
 
 Products run on tensor cores with operands in the activation dtype and float32 sums. q and k enter them as the
@@ -34,57 +35,108 @@ def _convolved(
     history,
     channels,
     rows,
-    num_tokens,
+    real,
     follows,
     resumed,
     mixed_stride,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
 ):
-    """[rows, channels] of a chunk, rounded as the activations are; zeros past its last token.
+    """[rows, channels] of a chunk, rounded as the activations are.
 
     mixed: at the chunk's first token; follows: earlier tokens of the row lie before it; resumed: they are in history.
     """
     total = tl.zeros((rows.shape[0], channels.shape[0]), tl.float32)
     for tap in tl.static_range(TAPS):
         source = rows + (tap - TAPS + 1)
-        present = (rows < num_tokens) & ((source >= 0) | follows)
+        present = real & ((source >= 0) | follows)
         x = tl.load(mixed + source[:, None] * mixed_stride + channels[None, :], present[:, None], 0.0)
         total += x.to(tl.float32) * tl.load(conv_weight + tap * CHANNELS + channels)[None, :]
     if resumed:
         for tap in tl.static_range(TAPS - 1):
             source = rows + tap
-            present = (rows < num_tokens) & (source < TAPS - 1)
+            present = real & (source < TAPS - 1)
             x = tl.load(history + source[:, None] * CHANNELS + channels[None, :], present[:, None], 0.0)
             total += x.to(tl.float32) * tl.load(conv_weight + tap * CHANNELS + channels)[None, :]
     return silu(total).to(mixed.dtype.element_ty)
 
 
 @triton.jit
-def _dot_wide(matrix, x):
+def _convolve_kernel(
+    mixed,
+    conv_weight,
+    conv_state,
+    slots,
+    row_starts,
+    chunks,
+    qkv,
+    inverse_lengths,
+    mixed_stride,
+    L2_EPS: tl.constexpr,
+    NUM_K_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TAPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    CHANNELS: tl.constexpr = (2 * KEY_DIM + GROUP * VALUE_DIM) * NUM_K_HEADS
+    head = tl.program_id(0)
+    chunk = chunks + tl.program_id(1) * 4
+    row = tl.load(chunk)
+    first = tl.load(chunk + 1).to(tl.int64)
+    num_tokens = tl.load(chunk + 2)
+    before = tl.load(chunk + 3)
+    if num_tokens == 0:
+        return
+    follows = before > tl.load(row_starts + row)
+    resumed = (before > 0) & (follows == 0)
+    history = conv_state + tl.load(slots + row) * ((TAPS - 1) * CHANNELS)
+    mixed += first * mixed_stride
+    rows = tl.arange(0, CHUNK)
+    real = rows < num_tokens
+    tokens = first + rows
+    if head < 2 * NUM_K_HEADS:
+        channels = head * KEY_DIM + tl.arange(0, KEY_DIM)
+        x = _convolved(
+            mixed, conv_weight, history, channels, rows, real, follows, resumed, mixed_stride, CHANNELS, TAPS
+        )
+        tl.store(qkv + tokens[:, None] * CHANNELS + channels[None, :], x, real[:, None])
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 1) + L2_EPS)
+        tl.store(inverse_lengths + tokens * (2 * NUM_K_HEADS) + head, scale, real)
+    else:
+        channels = 2 * NUM_K_HEADS * KEY_DIM + (head - 2 * NUM_K_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
+        x = _convolved(
+            mixed, conv_weight, history, channels, rows, real, follows, resumed, mixed_stride, CHANNELS, TAPS
+        )
+        tl.store(qkv + tokens[:, None] * CHANNELS + channels[None, :], x, real[:, None])
+
+
+@triton.jit
+def _dot_wide(matrix, x, PRECISION: tl.constexpr):
     """float32 matrix · x in two products: where tokens repeat, its rows nearly cancel, and one rounding would show."""
     high = matrix.to(x.dtype)
     low = (matrix - high.to(tl.float32)).to(x.dtype)
-    return tl.dot(high, x, tl.dot(low, x))
+    return tl.dot(high, x, tl.dot(low, x, input_precision=PRECISION), input_precision=PRECISION)
 
 
 @triton.jit
 def _prepare_kernel(
     mixed,
-    conv_weight,
     dt_bias,
     neg_exp_a,
-    conv_state,
-    slots,
-    row_starts,
     chunks,
-    qk,
+    qkv,
     inverse_lengths,
     decays,
     w,
     u,
     mixed_stride,
-    L2_EPS: tl.constexpr,
     NUM_K_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -92,7 +144,6 @@ def _prepare_kernel(
     VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,
-    TAPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -105,46 +156,24 @@ def _prepare_kernel(
     first_head = tl.program_id(0) * HEADS
     key_head = first_head // GROUP
     chunk = chunks + tl.program_id(1) * 4
+    first = tl.load(chunk + 1).to(tl.int64)
     num_tokens = tl.load(chunk + 2)
     if num_tokens == 0:
         return
-    row = tl.load(chunk)
-    first = tl.load(chunk + 1).to(tl.int64)
-    before = tl.load(chunk + 3)
-    follows = before > tl.load(row_starts + row)
-    resumed = (before > 0) & (follows == 0)
-    history = conv_state + tl.load(slots + row) * ((TAPS - 1) * CHANNELS)
-    mixed += first * mixed_stride
-
     rows = tl.arange(0, CHUNK)
-    keys = tl.arange(0, KEY_DIM)
     values = tl.arange(0, VALUE_DIM)
+    keys = tl.arange(0, KEY_DIM)
     real = rows < num_tokens
     tokens = first + rows
-    k_channels = (NUM_K_HEADS + key_head) * KEY_DIM + keys
-    k = _convolved(
-        mixed, conv_weight, history, k_channels, rows, num_tokens, follows, resumed, mixed_stride, CHANNELS, TAPS
-    )
-    wide = k.to(tl.float32)
-    k_scale = tl.rsqrt(tl.sum(wide * wide, 1) + L2_EPS)
-    if first_head % GROUP == 0:
-        at = tokens * (2 * NUM_K_HEADS) + NUM_K_HEADS + key_head
-        tl.store(qk + at[:, None] * KEY_DIM + keys[None, :], k, real[:, None])
-        tl.store(inverse_lengths + at, k_scale, real)
-        q_channels = key_head * KEY_DIM + keys
-        q = _convolved(
-            mixed, conv_weight, history, q_channels, rows, num_tokens, follows, resumed, mixed_stride, CHANNELS, TAPS
-        )
-        wide = q.to(tl.float32)
-        at = tokens * (2 * NUM_K_HEADS) + key_head
-        tl.store(qk + at[:, None] * KEY_DIM + keys[None, :], q, real[:, None])
-        tl.store(inverse_lengths + at, tl.rsqrt(tl.sum(wide * wide, 1) + L2_EPS), real)
-
-    overlaps = tl.dot(k, tl.trans(k)) * k_scale[:, None] * k_scale[None, :]
+    qkv += tokens[:, None] * CHANNELS
+    mixed += tokens * mixed_stride
+    k = tl.load(qkv + (NUM_K_HEADS + key_head) * KEY_DIM + keys[None, :], real[:, None], 0.0)
+    k_scale = tl.load(inverse_lengths + tokens * (2 * NUM_K_HEADS) + NUM_K_HEADS + key_head, real, 0.0)
+    overlaps = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_scale[:, None] * k_scale[None, :]
     for index in tl.range(0, HEADS, num_stages=1):
         head = first_head + index
-        b = tl.load(mixed + rows * mixed_stride + GATES + head, real, 0.0).to(tl.float32)
-        a = tl.load(mixed + rows * mixed_stride + GATES + NUM_V_HEADS + head, real, 0.0).to(tl.float32)
+        b = tl.load(mixed + GATES + head, real, 0.0).to(tl.float32)
+        a = tl.load(mixed + GATES + NUM_V_HEADS + head, real, 0.0).to(tl.float32)
         beta = tl.where(real, 1.0 / (1.0 + tl.exp(-b)), 0.0)
         rate = tl.load(neg_exp_a + head) * softplus(a + tl.load(dt_bias + head))
         decay = tl.cumsum(tl.where(real, rate, 0.0), 0)
@@ -163,14 +192,11 @@ def _prepare_kernel(
 
         at = tokens * NUM_V_HEADS + head
         inverse *= beta[None, :]
-        v_channels = 2 * NUM_K_HEADS * KEY_DIM + head * VALUE_DIM + values
-        v = _convolved(
-            mixed, conv_weight, history, v_channels, rows, num_tokens, follows, resumed, mixed_stride, CHANNELS, TAPS
-        )
-        writes = _dot_wide(inverse, v)
+        v = tl.load(qkv + 2 * NUM_K_HEADS * KEY_DIM + head * VALUE_DIM + values[None, :], real[:, None], 0.0)
+        writes = _dot_wide(inverse, v, PRECISION)
         tl.store(u + at[:, None] * VALUE_DIM + values[None, :], writes.to(v.dtype), real[:, None])
         inverse *= (tl.exp(decay) * k_scale)[None, :]
-        reads = _dot_wide(inverse, k)
+        reads = _dot_wide(inverse, k, PRECISION)
         tl.store(w + at[:, None] * KEY_DIM + keys[None, :], reads.to(k.dtype), real[:, None])
 
 
@@ -206,7 +232,7 @@ def _scan_kernel(
     slots,
     cu_seqlens,
     row_starts,
-    qk,
+    qkv,
     inverse_lengths,
     decays,
     w,
@@ -221,6 +247,7 @@ def _scan_kernel(
     TAPS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -242,6 +269,7 @@ def _scan_kernel(
     keys = tl.arange(0, KEY_DIM)
     values = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     rows = tl.arange(0, CHUNK)
+    k_channels = (NUM_K_HEADS + key_head) * KEY_DIM + keys
     in_head = keys[:, None] * VALUE_DIM + values[None, :]
     home = recurrent_state + (slot * NUM_V_HEADS + head) * (KEY_DIM * VALUE_DIM) + in_head
     state = tl.load(home, (in_head >= 0) & resumed, 0.0)
@@ -256,17 +284,17 @@ def _scan_kernel(
         at_key = tokens * (2 * NUM_K_HEADS) + NUM_K_HEADS + key_head
         reads = tl.load(w + at[:, None] * KEY_DIM + keys[None, :], real[:, None], 0.0)
         writes = tl.load(u + at[:, None] * VALUE_DIM + values[None, :], real[:, None], 0.0)
-        k = tl.load(qk + at_key[:, None] * KEY_DIM + keys[None, :], real[:, None], 0.0)
+        k = tl.load(qkv + tokens[:, None] * CHANNELS + k_channels[None, :], real[:, None], 0.0)
         decay = tl.load(decays + at, real, 0.0)
         scale = tl.load(inverse_lengths + at_key, real, 0.0)
         last = tl.load(decays + (begin + index * CHUNK + tl.minimum(left, CHUNK) - 1) * NUM_V_HEADS + head)
 
         rounded = state.to(k.dtype)
         tl.store(states + in_head, rounded)
-        delta = writes.to(tl.float32) - tl.dot(reads, rounded)
+        delta = writes.to(tl.float32) - tl.dot(reads, rounded, input_precision=PRECISION)
         tl.store(u + at[:, None] * VALUE_DIM + values[None, :], delta.to(k.dtype), real[:, None])
         delta *= tl.where(real, tl.exp(last - decay) * scale, 0.0)[:, None]
-        state = state * tl.exp(last) + tl.dot(tl.trans(k), delta.to(k.dtype))
+        state = state * tl.exp(last) + tl.dot(tl.trans(k), delta.to(k.dtype), input_precision=PRECISION)
         states += NUM_V_HEADS * KEY_DIM * VALUE_DIM
 
     tl.store(home, state)
@@ -276,7 +304,6 @@ def _scan_kernel(
     _advance_history(mixed, history, v_channels, length, resumed, mixed_stride, CHANNELS, TAPS)
     if (head % GROUP == 0) & (tile == 0):
         q_channels = key_head * KEY_DIM + keys
-        k_channels = q_channels + NUM_K_HEADS * KEY_DIM
         _advance_history(mixed, history, q_channels, length, resumed, mixed_stride, CHANNELS, TAPS)
         _advance_history(mixed, history, k_channels, length, resumed, mixed_stride, CHANNELS, TAPS)
 
@@ -287,7 +314,7 @@ def _output_kernel(
     norm_weight,
     row_starts,
     chunks,
-    qk,
+    qkv,
     inverse_lengths,
     decays,
     u,
@@ -301,6 +328,7 @@ def _output_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -327,8 +355,9 @@ def _output_kernel(
     at = tokens * NUM_V_HEADS + head
     at_q = tokens * (2 * NUM_K_HEADS) + key_head
     at_k = at_q + NUM_K_HEADS
-    q = tl.load(qk + at_q[:, None] * KEY_DIM + keys[None, :], real[:, None], 0.0)
-    k = tl.load(qk + at_k[:, None] * KEY_DIM + keys[None, :], real[:, None], 0.0)
+    qkv += tokens[:, None] * CHANNELS + keys[None, :]
+    q = tl.load(qkv + key_head * KEY_DIM, real[:, None], 0.0)
+    k = tl.load(qkv + (NUM_K_HEADS + key_head) * KEY_DIM, real[:, None], 0.0)
     states += (entry * NUM_V_HEADS + head) * (KEY_DIM * VALUE_DIM)
     state = tl.load(states + keys[:, None] * VALUE_DIM + values[None, :])
     delta = tl.load(u + at[:, None] * VALUE_DIM + values[None, :], real[:, None], 0.0)
@@ -339,11 +368,11 @@ def _output_kernel(
         mixed + tokens[:, None] * mixed_stride + CHANNELS + head * VALUE_DIM + values[None, :], real[:, None], 0.0
     )
 
-    scores = tl.dot(q, tl.trans(k)) * q_scale[:, None] * k_scale[None, :]
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_scale[:, None] * k_scale[None, :]
     seen = (rows[:, None] >= rows[None, :]) & real[:, None]
     scores = tl.where(seen, scores * tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0)), 0.0)
-    o = tl.dot(q, state) * (tl.exp(decay) * q_scale)[:, None]
-    o += tl.dot(scores.to(q.dtype), delta)
+    o = tl.dot(q, state, input_precision=PRECISION) * (tl.exp(decay) * q_scale)[:, None]
+    o += tl.dot(scores.to(q.dtype), delta, input_precision=PRECISION)
     normed = o * tl.rsqrt(tl.sum(o * o, 1) / VALUE_DIM + eps)[:, None] * tl.load(norm_weight + values)[None, :]
     gated = silu(z.to(tl.float32)) * normed.to(z.dtype).to(tl.float32)
     tl.store(out + tokens[:, None] * out_stride + head * VALUE_DIM + values[None, :], gated.to(z.dtype), real[:, None])
@@ -366,9 +395,10 @@ def gdn_prefill(
     eps: float,
     out: Tensor | None = None,
     *,
-    heads: int | None = None,
+    heads: int = 1,
+    convolve_warps: int = 4,
     prepare_warps: int = 4,
-    precision: str = "tf32x3",
+    precision: str | None = None,
     block_v: int = 32,
     scan_warps: int = 4,
     scan_stages: int = 2,
@@ -379,8 +409,10 @@ def gdn_prefill(
     Args:
         chunks: [C, 4] int32, in any order; entries without tokens are skipped. Tokens in no chunk get no output.
         seq_lens, starts: not needed here: the tensors say it.
-        heads: value heads of one key head that a program prepares (default: one where programs are few, else all).
-        precision: of the products that invert I + A.
+        heads: value heads of one key head that a program prepares, one after the other.
+        precision: of products of float32 numbers (default: tf32, or tf32x3 where activations are float32). With
+            activations in bfloat16 only those that invert I + A are; one pass is as exact as three there, measured
+            (``bench/gated_delta.py``), for what they give is rounded to bfloat16 anyway.
         block_v: slice of the value dimension that a program scans.
 
     Raises:
@@ -391,8 +423,8 @@ def gdn_prefill(
     _, num_v_heads, key_dim, value_dim = recurrent_state.shape
     num_k_heads = num_key_heads(conv_weight, recurrent_state)
     group = num_v_heads // num_k_heads
-    if heads is None:
-        heads = group if num_chunks * num_k_heads >= 512 else 1
+    if precision is None:
+        precision = "tf32x3" if mixed.dtype is torch.float32 else "tf32"
     if out is None:
         out = mixed.new_empty(num_tokens, num_v_heads * value_dim)
     block_v = min(block_v, value_dim)
@@ -400,7 +432,7 @@ def gdn_prefill(
     dependent = pdl(mixed.device)
     stride = mixed.stride(0)
 
-    qk = mixed.new_empty(num_tokens, 2, num_k_heads, key_dim)
+    qkv = mixed.new_empty(num_tokens, conv_weight.shape[1])
     w = mixed.new_empty(num_tokens, num_v_heads, key_dim)
     u = mixed.new_empty(num_tokens, num_v_heads, value_dim)
     # A row's entries begin at ``first token // 64 + row``.
@@ -408,25 +440,35 @@ def gdn_prefill(
     inverse_lengths = torch.empty(num_tokens, 2, num_k_heads, dtype=torch.float32, device=mixed.device)
     decays = torch.empty(num_tokens, num_v_heads, dtype=torch.float32, device=mixed.device)
 
-    _prepare_kernel[(num_v_heads // heads, num_chunks)](
+    _convolve_kernel[(2 * num_k_heads + num_v_heads, num_chunks)](
         mixed,
         conv_weight,
-        dt_bias,
-        neg_exp_a,
         conv_state,
         slots,
         row_starts,
         chunks,
-        qk,
+        qkv,
+        inverse_lengths,
+        stride,
+        L2_EPS=L2_EPS,
+        TAPS=TAPS,
+        num_warps=convolve_warps,
+        **geometry,
+        **dependent,
+    )
+    _prepare_kernel[(num_v_heads // heads, num_chunks)](
+        mixed,
+        dt_bias,
+        neg_exp_a,
+        chunks,
+        qkv,
         inverse_lengths,
         decays,
         w,
         u,
         stride,
-        L2_EPS=L2_EPS,
         HEADS=heads,
         LEVELS=CHUNK.bit_length() - 1,
-        TAPS=TAPS,
         PRECISION=precision,
         num_warps=prepare_warps,
         num_stages=1,
@@ -440,7 +482,7 @@ def gdn_prefill(
         slots,
         cu_seqlens,
         row_starts,
-        qk,
+        qkv,
         inverse_lengths,
         decays,
         w,
@@ -450,6 +492,7 @@ def gdn_prefill(
         TAPS=TAPS,
         BLOCK_V=block_v,
         STAGES=scan_stages,
+        PRECISION=precision,
         num_warps=scan_warps,
         **geometry,
         **dependent,
@@ -459,7 +502,7 @@ def gdn_prefill(
         norm_weight,
         row_starts,
         chunks,
-        qk,
+        qkv,
         inverse_lengths,
         decays,
         u,
@@ -468,6 +511,7 @@ def gdn_prefill(
         stride,
         out.stride(0),
         eps * key_dim,
+        PRECISION=precision,
         num_warps=output_warps,
         **geometry,
         **dependent,

@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from bireme.kernels.triton.launch import INTERPRETED, num_sms, pdl
-from bireme.kernels.triton.mlp import silu_and_mul, swiglu
 from bireme.kernels.triton.norm import sum_parts
 
 MAX_ROWS = 64
@@ -45,8 +44,9 @@ class Tiling:
         parts: into how many parts the inputs are split, each summed by programs of its own.
         num_warps, num_stages: of the launch.
         tma: tiles are copied by the bulk tensor engine instead of by the threads.
-        prefetch: steps of a program whose weights are asked for before the kernel in front has ended.
-        fuse: SwiGLU is computed while its result is read, by every program, instead of once by a kernel of its own.
+
+    Tried and dropped, measured by ``bench/tune_linear.py``: SwiGLU computed where its result is read (slower for every
+    shape), and weights fetched into L2 before the kernel in front has ended (within 2 % either way).
     """
 
     block_out: int = 64
@@ -55,24 +55,9 @@ class Tiling:
     num_warps: int = 4
     num_stages: int = 4
     tma: bool = False
-    prefetch: int = 0
-    fuse: bool = False
 
 
-@triton.jit
-def _prefetch(addresses, num_bytes):
-    """Ask for ``num_bytes`` (a multiple of 16) behind each address to be brought into L2."""
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [addresses, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit(do_not_specialize=["num_rows", "steps_of_part", "prefetch_steps"])
+@triton.jit(do_not_specialize=["num_rows", "steps_of_part"])
 def _skinny_kernel(
     x,
     weight,
@@ -84,14 +69,11 @@ def _skinny_kernel(
     in_size,
     x_stride,
     steps_of_part,
-    prefetch_steps,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     EVEN: tl.constexpr,
-    SWIGLU: tl.constexpr,
     TMA: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[part, row, output] = Σ over the part's inputs of weight[output, input] · x[row, input]."""
@@ -104,9 +86,6 @@ def _skinny_kernel(
     last = tl.minimum(first + steps_of_part * BLOCK_IN, in_size)
     # Outputs past the end read the last one's weights, which need no mask then; they are not stored.
     weight_rows = weight + tl.minimum(outputs, out_size - 1).to(tl.int64) * in_size
-    if PREFETCH:
-        ahead = tl.minimum(last - first, prefetch_steps * BLOCK_IN) * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        _prefetch((weight_rows + first).to(tl.int64), tl.zeros([BLOCK_OUT], tl.int32) + ahead)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -123,12 +102,7 @@ def _skinny_kernel(
             w = tl.load(weight_tile + start)
         else:
             w = tl.load(weight_tile + start, mask=columns[None, :] + start < last, other=0.0)
-        if SWIGLU:
-            read = real if EVEN else real & (columns[:, None] + start < last)
-            gate = tl.load(x_tile + start, mask=read, other=0.0)
-            up = tl.load(x_tile + in_size + start, mask=read, other=0.0)
-            values = swiglu(gate, up)
-        elif TMA:
+        if TMA:
             values = x_box.load([0, start]).T
         elif EVEN:
             values = tl.load(x_tile + start, mask=real, other=0.0)
@@ -190,9 +164,9 @@ def default_tiling(out_size: int, in_size: int, num_rows: int, sms: int) -> Tili
     block_out, block_in = (128 if many else 64), (128 if in_size >= 512 and not many else 64)
     tiles, steps = triton.cdiv(out_size, block_out), triton.cdiv(in_size, block_in)
     if tiles >= 1.5 * sms:
-        return None if many else Tiling(block_out, block_in, prefetch=2)
+        return None if many else Tiling(block_out, block_in)
     parts = max(1, min(round((2 if many else 3) * sms / tiles), steps // 4, MAX_PARTS))
-    return Tiling(block_out, block_in, parts, fuse=num_rows <= 16, prefetch=2)
+    return Tiling(block_out, block_in, parts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -206,13 +180,11 @@ def choose(out_size: int, in_size: int, num_rows: int, device: torch.device) -> 
     return default_tiling(out_size, in_size, num_rows, num_sms(device))
 
 
-def run_tiled(
-    x: Tensor, weight: Tensor, tiling: Tiling, dtype: torch.dtype, *, gated: bool = False, raw: bool = False
-) -> Tensor:
+def run_tiled(x: Tensor, weight: Tensor, tiling: Tiling, dtype: torch.dtype, *, raw: bool = False) -> Tensor:
     """Multiply as ``tiling`` says.
 
     Args:
-        x: [N, in], or [N, 2·in] rows gate|up when ``gated``; rows may be strided, N ≤ 64.
+        x: [N, in]; rows may be strided, N ≤ 64.
         weight: [out, in], contiguous.
         dtype: of the result.
         raw: give partial sums, when there are any, unsummed.
@@ -237,10 +209,9 @@ def run_tiled(
     if tiling.tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        if not gated:
-            # The stride of a single row may be anything.
-            strides = [x.stride(0) if num_rows > 1 else in_size, 1]
-            boxes[0] = TensorDescriptor(x, list(x.shape), strides, [block_rows, tiling.block_in])
+        # The stride of a single row may be anything.
+        strides = [x.stride(0) if num_rows > 1 else in_size, 1]
+        boxes[0] = TensorDescriptor(x, list(x.shape), strides, [block_rows, tiling.block_in])
         boxes[1] = TensorDescriptor.from_tensor(weight, [tiling.block_out, tiling.block_in])
     _skinny_kernel[(triton.cdiv(out_size, tiling.block_out), parts)](
         x,
@@ -252,14 +223,11 @@ def run_tiled(
         in_size,
         x.stride(0),
         steps_of_part,
-        tiling.prefetch,
         BLOCK_OUT=tiling.block_out,
         BLOCK_IN=tiling.block_in,
         BLOCK_ROWS=block_rows,
         EVEN=in_size % tiling.block_in == 0,
-        SWIGLU=gated,
         TMA=tiling.tma,
-        PREFETCH=launch["PDL"] and tiling.prefetch > 0,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **launch,
@@ -304,14 +272,6 @@ def linear_partials(x: Tensor, packed: Tensor) -> Tensor:
     """``linear`` for a result that goes to ``add_rms_norm``: [N, out], or partial sums [S, N, out] float32."""
     tiling = _tiling(x, packed)
     return F.linear(x, packed) if tiling is None else run_tiled(x, packed, tiling, x.dtype, raw=True)
-
-
-def swiglu_linear_partials(gate_up: Tensor, packed: Tensor) -> Tensor:
-    """``linear_partials(silu_and_mul(gate_up), packed)`` of [N, 2·in] rows gate|up, in one kernel where that pays."""
-    tiling = _tiling(gate_up, packed)
-    if tiling is None or not tiling.fuse:
-        return linear_partials(silu_and_mul(gate_up), packed)
-    return run_tiled(gate_up, packed, tiling, gate_up.dtype, gated=True, raw=True)
 
 
 def vocab_logits(hidden: Tensor, weight: Tensor) -> Tensor:

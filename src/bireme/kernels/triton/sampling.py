@@ -61,7 +61,13 @@ def draw_tokens(
         min_p: [n, 1] float32; tokens below min_p × the likeliest's probability are left out.
         top_k: [n, 1] int64 in [1, V]; top_p: [n, 1] float64, inf is off. Both or neither.
         smallest_k, largest_k: host-side bounds of ``top_k``.
+
+    Raises:
+        ValueError: a parameter that is not contiguous; kernels find a row's by its number.
     """
+    for column in (temperature, seed_low, seed_high, positions, min_p, top_k, top_p):
+        if column is not None and not column.is_contiguous():
+            raise ValueError(f"drawing tokens: a parameter of strides {column.stride()} is not contiguous")
     num_rows, vocab_size = logits.shape
     edges: _Edges | None = None
     if top_k is not None and top_p is not None:
