@@ -46,12 +46,17 @@ PREFILLS = {
 }
 PREPARE_OPTIONS: list[dict[str, Any]] = [
     {"prepare_warps": 8},
+    {"prepare_registers": 168},
+    {"prepare_registers": 128},
     {"convolve_warps": 8},
     {"convolve_warps": 2},
     {"precision": "tf32x3"},
 ]
-SCAN_OPTIONS = [
-    {"block_v": block_v, "scan_stages": stages, "scan_warps": 4} for block_v in (16, 32, 64) for stages in (1, 2, 3)
+SCAN_OPTIONS: list[dict[str, Any]] = [
+    {"block_v": block_v, "scan_stages": stages, "scan_warps": warps}
+    for block_v in (32, 64)
+    for stages in (2, 3)
+    for warps in (4, 8)
 ]
 OUTPUT_OPTIONS: list[dict[str, Any]] = [{"output_warps": 4}, {"output_warps": 8}]
 
@@ -237,19 +242,19 @@ def main() -> None:
     log = Log(args.out, args.seconds)
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}))
     with torch.inference_mode():
-        for rows in (1, 16, 64, 4, 256):
+        for rows in (16, 64, 1):
             decode_cases(log, "27b", rows, [None, *DECODE_SHAPES])
         for prompts in ("1x8192", "1x128", "8x1024", "1x1024", "1x512"):
             prefill_cases(log, "27b", prompts, [{}])
+        prefill_cases(log, "27b", "1x8192", PREPARE_OPTIONS + SCAN_OPTIONS + OUTPUT_OPTIONS)
         precision_case(log)
-        for prompts in ("1x8192", "1x128"):
-            prefill_cases(log, "27b", prompts, PREPARE_OPTIONS + SCAN_OPTIONS + OUTPUT_OPTIONS)
-        for rows in (1, 16, 64, 4, 256):
+        for rows in (4, 256):
+            decode_cases(log, "27b", rows, [None, *DECODE_SHAPES])
+        for rows in (1, 4, 16, 64, 256):
             decode_cases(log, "9b", rows, [None, *DECODE_SHAPES])
         for prompts in ("1x8192", "1x128", "8x1024", "1x1024"):
             prefill_cases(log, "9b", prompts, [{}])
         prefill_cases(log, "27b", "1x32768", [{}])
-        prefill_cases(log, "27b", "8x1024", SCAN_OPTIONS)
 
 
 if __name__ == "__main__":

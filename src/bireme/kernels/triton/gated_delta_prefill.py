@@ -167,7 +167,8 @@ def _prepare_kernel(
     tokens = first + rows
     qkv += tokens[:, None] * CHANNELS
     mixed += tokens * mixed_stride
-    k = tl.load(qkv + (NUM_K_HEADS + key_head) * KEY_DIM + keys[None, :], real[:, None], 0.0)
+    k_channels = (NUM_K_HEADS + key_head) * KEY_DIM + keys[None, :]
+    k = tl.load(qkv + k_channels, real[:, None], 0.0)
     k_scale = tl.load(inverse_lengths + tokens * (2 * NUM_K_HEADS) + NUM_K_HEADS + key_head, real, 0.0)
     overlaps = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_scale[:, None] * k_scale[None, :]
     for index in tl.range(0, HEADS, num_stages=1):
@@ -196,6 +197,7 @@ def _prepare_kernel(
         writes = _dot_wide(inverse, v, PRECISION)
         tl.store(u + at[:, None] * VALUE_DIM + values[None, :], writes.to(v.dtype), real[:, None])
         inverse *= (tl.exp(decay) * k_scale)[None, :]
+        k = tl.load(qkv + k_channels, real[:, None], 0.0)  # again: registers are what limits programs at once
         reads = _dot_wide(inverse, k, PRECISION)
         tl.store(w + at[:, None] * KEY_DIM + keys[None, :], reads.to(k.dtype), real[:, None])
 
@@ -398,6 +400,7 @@ def gdn_prefill(
     heads: int = 1,
     convolve_warps: int = 4,
     prepare_warps: int = 4,
+    prepare_registers: int | None = None,
     precision: str | None = None,
     block_v: int = 32,
     scan_warps: int = 4,
@@ -472,6 +475,7 @@ def gdn_prefill(
         PRECISION=precision,
         num_warps=prepare_warps,
         num_stages=1,
+        maxnreg=prepare_registers,
         **geometry,
         **dependent,
     )
