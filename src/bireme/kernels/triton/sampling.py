@@ -272,11 +272,18 @@ def _draw_among_few(
 
 
 @triton.jit
+def _load_ranked(x_row, ids, limit):
+    """Logits to be ranked by counting; NaN, which would compare as equal to all and leave places unfilled, as −inf."""
+    x = tl.load(x_row + ids, ids < limit, other=float("-inf"))
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
 def _group_peaks_kernel(logits, peaks, stride, vocab_size, num_groups, GROUPS: tl.constexpr, GROUP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = tl.load(logits + row * stride + ids, ids < vocab_size, other=float("-inf"))
+    x = _load_ranked(logits + row * stride, ids, vocab_size)
     tl.store(peaks + row * num_groups + groups, tl.max(x, 1), groups < num_groups)
 
 
@@ -328,7 +335,7 @@ def _few_kernel(
     group = tl.load(chosen + row * ROOM + subs // (GROUP // SUBGROUP))
     first = tl.where(group >= 0, group * GROUP + subs % (GROUP // SUBGROUP) * SUBGROUP, _NO_ID - SUBGROUP)
     ids = first[:, None] + tl.arange(0, SUBGROUP)[None, :]
-    x = tl.max(tl.load(x_row + ids, ids < vocab_size, other=float("-inf")), 1)
+    x = tl.max(_load_ranked(x_row, ids, vocab_size), 1)
     SPAN: tl.constexpr = 32
     rank = tl.zeros([SUBS], dtype=tl.int32)
     for start in range(0, SUBS, SPAN):
@@ -338,7 +345,7 @@ def _few_kernel(
             other_group >= 0, other_group * GROUP + others % (GROUP // SUBGROUP) * SUBGROUP, _NO_ID - SUBGROUP
         )
         other_ids = other_first[:, None] + tl.arange(0, SUBGROUP)[None, :]
-        y = tl.max(tl.load(x_row + other_ids, other_ids < vocab_size, other=float("-inf")), 1)
+        y = tl.max(_load_ranked(x_row, other_ids, vocab_size), 1)
         ahead = (y[None, :] > x[:, None]) | ((y[None, :] == x[:, None]) & (other_first[None, :] < first[:, None]))
         rank += tl.sum(ahead.to(tl.int32), 1)
     tl.debug_barrier()
@@ -350,13 +357,13 @@ def _few_kernel(
     members = tl.arange(0, LIST)
     base = tl.load(listed + members // SUBGROUP)
     id = tl.where(members // SUBGROUP < num_subs, base + members % SUBGROUP, _NO_ID)
-    x = tl.load(x_row + id, id < vocab_size, other=float("-inf"))
+    x = _load_ranked(x_row, id, vocab_size)
     rank = tl.zeros([LIST], dtype=tl.int32)
     for start in range(0, LIST, SPAN):
         others = start + tl.arange(0, SPAN)
         other_base = tl.load(listed + others // SUBGROUP)
         other_id = tl.where(others // SUBGROUP < num_subs, other_base + others % SUBGROUP, _NO_ID)
-        y = tl.load(x_row + other_id, other_id < vocab_size, other=float("-inf"))
+        y = _load_ranked(x_row, other_id, vocab_size)
         ahead = (y[None, :] > x[:, None]) | ((y[None, :] == x[:, None]) & (other_id[None, :] < id[:, None]))
         rank += tl.sum(ahead.to(tl.int32), 1)
     tl.debug_barrier()
