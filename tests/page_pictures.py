@@ -60,7 +60,7 @@ def others(url: str) -> Iterator[None]:
 def ask(tab: Tab, text: str, *, thinking: str, tools: str = "") -> None:
     """One question with its parameters, and the wait for its answer."""
     for name, value in (("thinking", thinking), ("tools", tools), ("temperature", "0")):
-        script = "it.value = {}; it.dispatchEvent(new Event('input', {{ bubbles: true }}))".format(json.dumps(value))
+        script = f"it.value = {json.dumps(value)}; it.dispatchEvent(new Event('input', {{ bubbles: true }}))"
         tab.run(f"(() => {{ const it = document.getElementById('{name}'); {script} }})()")
     tab.focus("#question")
     tab.type(text)

@@ -129,6 +129,10 @@ def serve(
             min=0.0,
         ),
     ] = 30.0,
+    otlp_traces_endpoint: Annotated[
+        str,
+        _server("--otlp-traces-endpoint", "OpenTelemetry collector that gets a span for each call.", metavar="URL"),
+    ] = "",
     page: Annotated[
         bool, _server("--page/--no-page", "The page at / for people: a chat, and what the engine does.")
     ] = True,
@@ -204,6 +208,7 @@ def serve(
             request_timeout=request_timeout,
             sse_keep_alive=sse_keep_alive,
             shutdown_grace=shutdown_grace,
+            otlp_traces_endpoint=otlp_traces_endpoint,
             page=page,
             access_log=access_log,
             log_format=log_format.value,
