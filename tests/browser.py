@@ -32,6 +32,7 @@ class Tab:
 
     Attributes:
         requested: every URL that the page has asked for.
+        posted: the JSON bodies that it has sent.
         complaints: what the browser wrote to the console as an error, broken content policies too.
     """
 
@@ -39,6 +40,7 @@ class Tab:
         self._socket = socket
         self._ids = itertools.count(1)
         self.requested: list[str] = []
+        self.posted: list[Any] = []
         self.complaints: list[str] = []
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
@@ -59,6 +61,8 @@ class Tab:
         match message.get("method"):
             case "Network.requestWillBeSent":
                 self.requested.append(params["request"]["url"])
+                if "postData" in params["request"]:
+                    self.posted.append(json.loads(params["request"]["postData"]))
             case "Log.entryAdded" if params["entry"]["level"] == "error":
                 self.complaints.append(params["entry"]["text"] + " " + params["entry"].get("url", ""))
             case "Runtime.exceptionThrown":
@@ -75,7 +79,7 @@ class Tab:
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 60.0) -> Any:
+    def wait(self, script: str, seconds: float = 20.0) -> Any:
         """Wait until an expression is truthy; its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.run(script)):
@@ -148,7 +152,12 @@ def running_browser(program: str) -> Iterator[Browser]:
     """Chromium at ``program``, for the length of a block."""
     profile = Path(tempfile.mkdtemp(prefix="browser-"))
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-    flags += ["--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]
+    flags += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--hide-scrollbars",
+        "--window-size=1280,900",
+    ]
     flags += ["--remote-debugging-port=0", f"--user-data-dir={profile}", "about:blank"]
     process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -28,6 +28,7 @@ HEAVY = {
     "tokenizers",
     "safetensors",
     "llguidance",
+    "opentelemetry",
 }
 BASE = {"types", "config", "errors"}
 
@@ -81,6 +82,7 @@ RULES = {
     ),
     "server.tokenizer": rule(BASE | {"server"}, {"tokenizers"}),
     "server.detokenizer": rule(BASE | {"server"}, {"tokenizers"}),
+    "server.telemetry": rule(BASE | {"", "server"}, late={"opentelemetry"}),
     "server.text_state": rule(BASE | {"server"}),
     "llm": rule(
         BASE

@@ -20,6 +20,7 @@ CACHE_PANEL = "State and KV memory"
 SCHEDULER_PANEL = "Scheduling"
 SERVER_PANEL = "Server"
 ACCESS_PANEL = "Access"
+TRACES_PANEL = "Logs and traces"
 SAMPLING_PANEL = "Sampling"
 OUTPUT_PANEL = "Output"
 

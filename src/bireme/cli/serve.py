@@ -15,6 +15,7 @@ from bireme.cli.options import (
     POCKET,
     SCHEDULER_PANEL,
     SERVER_PANEL,
+    TRACES_PANEL,
     Backend,
     BackendOption,
     BlockSizeOption,
@@ -49,6 +50,10 @@ class LogFormat(StrEnum):
 
 def _server(flag: str, text: str, **options: Any) -> Any:
     return typer.Option(flag, help=text, rich_help_panel=SERVER_PANEL, **options)
+
+
+def _traces(flag: str, text: str, **options: Any) -> Any:
+    return typer.Option(flag, help=text, rich_help_panel=TRACES_PANEL, **options)
 
 
 def _access(flag: str, text: str, **options: Any) -> Any:
@@ -132,8 +137,12 @@ def serve(
     page: Annotated[
         bool, _server("--page/--no-page", "The page at / for people: a chat, and what the engine does.")
     ] = True,
-    access_log: Annotated[bool, _server("--access-log", "A line on stderr for each request.")] = False,
-    log_format: Annotated[LogFormat, _server("--log-format", "Lines for people, or JSON objects.")] = LogFormat.text,
+    otlp_traces_endpoint: Annotated[
+        str,
+        _traces("--otlp-traces-endpoint", "OpenTelemetry collector that gets a span for each call.", metavar="URL"),
+    ] = "",
+    access_log: Annotated[bool, _traces("--access-log", "A line on stderr for each request.")] = False,
+    log_format: Annotated[LogFormat, _traces("--log-format", "Lines for people, or JSON objects.")] = LogFormat.text,
     api_key: Annotated[
         list[str] | None,
         _access("--api-key", "A key that calls must carry; repeat for several. Unset: BIREME_API_KEY.", metavar="KEY"),
@@ -204,6 +213,7 @@ def serve(
             request_timeout=request_timeout,
             sse_keep_alive=sse_keep_alive,
             shutdown_grace=shutdown_grace,
+            otlp_traces_endpoint=otlp_traces_endpoint,
             page=page,
             access_log=access_log,
             log_format=log_format.value,

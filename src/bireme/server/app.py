@@ -31,6 +31,7 @@ from bireme.server.params import ChatCall, parse_chat, parse_completion
 from bireme.server.protocol import ApiError, encode, error_object
 from bireme.server.responses import ResponseGeneration, parse_response
 from bireme.server.settings import ServerSettings
+from bireme.server.telemetry import Tracing
 from bireme.server.tokenizer import Tokenizer
 from bireme.server.tokens import parse_detokenize, parse_tokenize
 from bireme.server.wording import clipped, shown, without_folders
@@ -59,7 +60,12 @@ class Service:
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        settings: ServerSettings,
+        tracing: Tracing | None = None,
     ) -> None:
         self.client = client
         self.settings = settings
@@ -67,6 +73,7 @@ class Service:
         self.queue = TokenQueue(settings)
         self.is_leaving = False
         self.created = int(time.time())
+        self._tracing = tracing
         self._tokenizer = tokenizer
         self._template = template
         self._config = client.engine.config
@@ -147,7 +154,7 @@ class Service:
         self.require_ready()
         if job.call.user is not None:
             logger.info("%s: user %s", job.call_id, shown(job.call.user))
-        common = (self.client, self.metrics, self.queue, job, self._fingerprint, self.settings)
+        common = (self.client, self.metrics, self.queue, job, self._fingerprint, self.settings, self._tracing)
         return Generation(*common) if job.repeated is None else ResponseGeneration(*common, job.repeated)
 
     async def _prepared(self, request: Request, prepare: Callable[[bytes, float], Prepared]) -> Prepared:
@@ -259,10 +266,14 @@ class Service:
 
 
 def create_app(
-    client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, settings: ServerSettings
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    settings: ServerSettings,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The application. ``app.state.service`` holds what its routes share; without ``template`` it does not chat."""
-    service = Service(client, tokenizer, template, settings)
+    service = Service(client, tokenizer, template, settings, tracing)
     app = FastAPI(title="Bireme", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     metrics = service.metrics

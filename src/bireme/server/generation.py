@@ -32,6 +32,7 @@ from bireme.server.protocol import (
     event,
 )
 from bireme.server.settings import ServerSettings
+from bireme.server.telemetry import Tracing
 from bireme.server.wording import without_folders
 from bireme.types import FinishReason, Request, RequestOutput
 
@@ -125,8 +126,11 @@ class Generation(Response):
         job: Job,
         fingerprint: str,
         settings: ServerSettings,
+        tracing: Tracing | None,
     ) -> None:
         super().__init__()
+        self._tracing = tracing
+        self._error: tuple[int, str] | None = None
         self._client = client
         self._metrics = metrics
         self._queue = queue
@@ -155,6 +159,10 @@ class Generation(Response):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_SECONDS):
                     await self._fail(send, error)
+        finally:
+            if self._tracing is not None:
+                timings = [timing for _, timing in self._answers.values()]
+                self._tracing.record(self._job, scope["headers"], timings, self._error)
 
     async def _answer(self, receive: Receive, send: Send) -> None:
         try:
@@ -320,6 +328,7 @@ class Generation(Response):
 
     async def _fail(self, send: Send, error: ApiError) -> None:
         """The call cannot be completed: as a response of its own, or as the last event of a stream that has begun."""
+        self._error = (error.status, str(error))
         self._metrics.http_errors[error.status] += 1
         self._count_unfinished(FinishReason.ERROR)
         if self._has_begun:
@@ -329,6 +338,7 @@ class Generation(Response):
             await _respond(send, error.status, encode(error_object(error.body)), headers)
 
     def _client_left(self) -> None:
+        self._error = (499, "the client left")
         self._metrics.num_disconnects += 1
         self._count_unfinished(FinishReason.ABORT)
         logger.info("%s: the client left", self._job.call_id)

@@ -17,6 +17,7 @@ from bireme.server.metrics import Metrics
 from bireme.server.params import ChatCall, Field, chat_call, read_fields, refused
 from bireme.server.protocol import ApiError, ChatChunkChoice, ToolCallDelta, encode
 from bireme.server.settings import ServerSettings
+from bireme.server.telemetry import Tracing
 from bireme.server.wording import shown
 from bireme.types import RequestOutput
 
@@ -478,9 +479,10 @@ class ResponseGeneration(Generation):
         job: Job,
         fingerprint: str,
         settings: ServerSettings,
+        tracing: Tracing | None,
         repeated: dict[str, Any],
     ) -> None:
-        super().__init__(client, metrics, queue, job, fingerprint, settings)
+        super().__init__(client, metrics, queue, job, fingerprint, settings, tracing)
         self._repeated = repeated
         self._output = _Output()
         self._has_told = False

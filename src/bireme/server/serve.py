@@ -25,6 +25,7 @@ from bireme.server.guard import Guard, check_origins, connection_class
 from bireme.server.logs import configure
 from bireme.server.metrics import Metrics
 from bireme.server.settings import ServerSettings
+from bireme.server.telemetry import Tracing
 from bireme.server.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -100,8 +101,8 @@ def run_server(
         on_ready: called once requests are served, with what the ranks hold and the server's address.
 
     Raises:
-        ConfigError: the tokenizer or chat template cannot be used, the address cannot be listened on, or settings
-            do not go together.
+        ConfigError: the tokenizer or chat template cannot be used, the address cannot be listened on, settings
+            do not go together, or one of them needs a library that is not installed.
         EngineDeadError: the engine could not start; the message is its own.
     """
     check_origins(settings)
@@ -109,9 +110,13 @@ def run_server(
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     tokenizer = Tokenizer.from_folder(config.model_path)
     template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
-    listener = _listen(settings)
-    with contextlib.closing(listener), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, settings, tokenizer, template, listener, executor_factory, on_ready))
+    with contextlib.ExitStack() as stack:
+        tracing = None
+        if settings.otlp_traces_endpoint:
+            tracing = stack.enter_context(contextlib.closing(Tracing(settings.otlp_traces_endpoint)))
+        listener = stack.enter_context(contextlib.closing(_listen(settings)))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        return runner.run(_serve(config, settings, tokenizer, template, tracing, listener, executor_factory, on_ready))
 
 
 async def _serve(
@@ -119,13 +124,14 @@ async def _serve(
     settings: ServerSettings,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
+    tracing: Tracing | None,
     listener: socket.socket,
     executor_factory: ExecutorFactory | None,
     on_ready: Callable[[CacheCapacity, str], None] | None,
 ) -> int:
     engine = launch_engine(config, executor_factory, drain_seconds=settings.shutdown_grace)
     with contextlib.closing(engine), EngineClient(engine) as client:
-        app = create_app(client, tokenizer, template, settings)
+        app = create_app(client, tokenizer, template, settings, tracing)
         metrics: Metrics = app.state.service.metrics
         server = HttpServer(
             uvicorn.Config(

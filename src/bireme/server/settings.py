@@ -26,6 +26,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         shutdown_grace: seconds that running requests get to finish after SIGTERM.
         retry_after: seconds that a refused client is told to wait when the queue is full.
         death_notice: seconds between an engine's death and the server's exit, for clients to read what happened.
+        otlp_traces_endpoint: a collector's address, which gets a span for each generating call; empty: none.
         page: serve the page at ``/``.
         access_log: a line per request.
         log_format: ``text`` or ``json``.
@@ -48,6 +49,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_grace: float = 30.0
     retry_after: int = 1
     death_notice: float = 1.0
+    otlp_traces_endpoint: str = ""
     page: bool = True
     access_log: bool = False
     log_format: str = "text"

@@ -26,9 +26,12 @@ function say(text) {
 }
 
 function setBusy(controller) {
+  const [gone, come] = controller ? ["send", "stop"] : ["stop", "send"];
+  const hadFocus = document.activeElement === byId(gone);
   running = controller;
-  byId("send").hidden = controller !== null;
-  byId("stop").hidden = controller === null;
+  byId(gone).hidden = true;
+  byId(come).hidden = false;
+  if (hadFocus) byId(come).focus();
   document.body.classList.toggle("busy", controller !== null);
 }
 
@@ -180,22 +183,27 @@ function seconds(milliseconds) {
   return milliseconds < 1000 ? `${Math.round(milliseconds)} ms` : `${(milliseconds / 1000).toFixed(1)} s`;
 }
 
-/** Ask for an answer to the conversation as it is. */
-async function answer() {
-  let extra;
+/** What the reader has set, once it can be sent; else null, and the reader is told what is wrong. */
+function readParameters() {
+  document.querySelectorAll(".failure").forEach((each) => each.remove());
   try {
-    extra = parameters();
+    return parameters();
   } catch (error) {
-    fail(error.message);
-    return;
+    add(element("li", { className: "failure", role: "alert" }, error.message));
+    return null;
   }
-  const { system, ...body } = extra;
+}
+
+/** Ask for an answer to the conversation as it is. */
+async function answer({ system, ...body }) {
   const messages = system ? [{ role: "system", content: system }, ...conversation] : conversation;
   const controller = new AbortController();
   const shown = new Answer();
   document.querySelectorAll(".again, .results").forEach((button) => button.remove());
   add(shown.node);
   setBusy(controller);
+  // The button that was pressed may be gone; whoever goes on by keyboard goes on from here.
+  if (document.activeElement === document.body || !document.activeElement.checkVisibility()) scroll.focus({ preventScroll: true });
   say("The model answers.");
   let how = "";
   try {
@@ -216,33 +224,33 @@ async function answer() {
   say(how === "stopped" ? "Stopped." : how ? `It failed: ${how}` : "The answer is complete.");
 }
 
-/** A question that could not be sent. */
-function fail(text) {
-  add(element("li", { className: "failure", role: "alert" }, text));
-  say("");
-}
-
+/** Ask a question; false if what is set beside it cannot be sent. */
 function send(text) {
-  document.querySelectorAll(".failure").forEach((each) => each.remove());
+  const extra = readParameters();
+  if (!extra) return false;
   conversation.push({ role: "user", content: text });
   add(element("li", { className: "question" }, element("h3", { className: "hidden" }, "Question"), element("div", {}, text)));
-  answer();
+  answer(extra);
+  return true;
 }
 
 /** Drop the last answer and ask for another. */
 function tryAgain() {
-  if (running) return;
+  const extra = readParameters();
+  if (running || !extra) return;
   conversation.pop();
   list.lastElementChild.remove();
-  answer();
+  answer(extra);
 }
 
 function sendResults(shown) {
+  const extra = readParameters();
+  if (running || !extra) return;
   for (const each of shown.calls) {
     conversation.push({ role: "tool", tool_call_id: each.id, content: each.result.value });
     each.result.readOnly = true;
   }
-  answer();
+  answer(extra);
 }
 
 function stop() {
@@ -259,10 +267,9 @@ export function startChat() {
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = question.value.trim();
-    if (!text || running) return;
+    if (!text || running || !send(text)) return;
     question.value = "";
     fit();
-    send(text);
   });
   question.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
