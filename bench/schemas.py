@@ -1,6 +1,6 @@
 """Every schema of a suite on the embedded model: refused with a reason, or followed by an answer that validates.
 
-    python bench/schemas.py [--suite tests/data/json_schema_suite.jsonl] [--samples 2] [--max-tokens 256] [--append FILE]
+    python bench/schemas.py [--suite FILE] [--samples 2] [--max-tokens 256] [--reasons] [--append FILE]
 
 The suite is one JSON object a line: file, description, schema. Each schema that is accepted gets ``--samples`` seeded
 answers; one that ends by itself must validate (``jsonschema``, formats included). One that runs out of tokens is
