@@ -96,7 +96,7 @@ def slow(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
 
 def leave(sock: socket.socket, how: str) -> None:
-    """A half-close counts as leaving: clients that give up often look like one, and hardly any that wait do."""
+    """A half-close counts as leaving: on the wire it is the FIN of a client that has closed its socket."""
     if how == "RST":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.close()
