@@ -1,10 +1,11 @@
 """Every schema of a suite on the embedded model: refused with a reason, or followed by an answer that validates.
 
-    python bench/schemas.py [--suite tests/data/json_schema_suite.jsonl] [--samples 2] [--max-tokens 256] [--out FILE]
+    python bench/schemas.py [--suite FILE] [--samples 2] [--max-tokens 256] [--reasons] [--append FILE]
 
 The suite is one JSON object a line: file, description, schema. Each schema that is accepted gets ``--samples`` seeded
 answers; one that ends by itself must validate (``jsonschema``, formats included). One that runs out of tokens is
-counted and not judged. Prints one JSON line; the exit code is 1 if an answer did not validate.
+counted and not judged. Prints one JSON line, and the reasons of refusals on stderr with ``--reasons``; the exit code is
+1 if an answer did not validate.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import jsonschema
 
 from bireme import LLM, SamplingParams, StructuredOutputsParams
-from bireme.bench.record import commit, machine
+from bireme.bench.record import emit, record
 from bireme.errors import InvalidRequestError
 
 SUITE = Path(__file__).resolve().parents[1] / "tests" / "data" / "json_schema_suite.jsonl"
@@ -67,7 +68,8 @@ def main() -> int:
     parser.add_argument("--suite", type=Path, default=SUITE)
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--reasons", action="store_true")
+    parser.add_argument("--append", type=Path, metavar="FILE")
     args = parser.parse_args()
 
     schemas = read_suite(args.suite)
@@ -99,26 +101,22 @@ def main() -> int:
         if verdict == "invalid":
             wrong.append(f"{each['file']}: {each['description']}: {answer.text!r}: {reason}")
     kinds = Counter(_kind(reason) for reason in reasons)
-    line = {
-        "benchmark": "schemas",
-        "suite": args.suite.name,
-        "schemas": len(schemas),
-        "accepted": len(schemas) - len(reasons),
-        "refused": len(reasons),
-        "accepted_with_an_answer": len(finished),
-        "answers": len(jobs),
+    line = record(
+        "schemas",
+        suite=args.suite.name,
+        schemas=len(schemas),
+        accepted=len(schemas) - len(reasons),
+        refused=len(reasons),
+        accepted_with_an_answer=len(finished),
+        answers=len(jobs),
         **{name: counts[name] for name in ("valid", "invalid", "unchecked", "cut")},
-        "max_tokens": args.max_tokens,
-        "prepare_seconds": round(prepare_seconds, 2),
-        "seconds": round(seconds, 1),
-        "refusals": dict(kinds.most_common()),
-        "commit": commit(),
-        "machine": machine(),
-    }
-    print("\n".join(wrong), file=sys.stderr)
-    print(json.dumps(line))
-    if args.out:
-        args.out.write_text(json.dumps(line | {"reasons": reasons}, indent=1) + "\n", encoding="utf-8")
+        max_tokens=args.max_tokens,
+        prepare_seconds=round(prepare_seconds, 2),
+        seconds=round(seconds, 1),
+        refusals=dict(kinds.most_common()),
+    )
+    print("\n".join(wrong + (reasons if args.reasons else [])), file=sys.stderr)
+    emit(line, args.append)
     return 1 if counts["invalid"] else 0
 
 

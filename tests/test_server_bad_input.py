@@ -275,7 +275,6 @@ def test_the_table_has_at_least_80_rows() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
         ("GET", "/v1", 404),
         ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/models/gpt-x", 404),

@@ -216,6 +216,23 @@ def test_a_request_head_that_is_too_long_is_answered_431_in_openais_form(guarded
     assert guarded.health() == 200
 
 
+@pytest.mark.parametrize("how", ["one header", "many headers", "an endless one"])
+def test_200_kb_of_headers_are_answered_431_whatever_they_are(slow: RunningServer, how: str) -> None:
+    headers = {
+        "one header": "x: " + "h" * 200_000 + "\r\n\r\n",
+        "many headers": "".join(f"x-{i}: {'v' * 90}\r\n" for i in range(2000)) + "\r\n",
+        "an endless one": "x: " + "h" * 200_000,
+    }
+    with socket.create_connection(("127.0.0.1", slow.port), timeout=5) as sock:
+        sock.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\n{headers[how]}".encode())
+        status, found, body = answer_of(sock)
+    assert (status, found["content-type"]) == (431, "application/json")
+    assert has_the_error_form(body)["code"] == "headers_too_large"
+    assert len(body) < 500
+    assert "Traceback" not in slow.log.read_text()
+    assert slow.health() == 200
+
+
 def test_a_header_that_never_ends_is_cut_off(guarded: RunningServer) -> None:
     with socket.create_connection(("127.0.0.1", guarded.port), timeout=5) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: ")
@@ -236,14 +253,51 @@ def test_a_large_body_does_not_count_as_a_long_head(guarded: RunningServer, http
     assert http.post(COMPLETIONS, json={"prompt": "x" * 120_000}).status_code == 413
 
 
-def test_bytes_that_are_no_http_are_answered_in_openais_form(guarded: RunningServer) -> None:
-    for junk in (b"GET\r\n\r\n", b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"):
-        with socket.create_connection(("127.0.0.1", guarded.port), timeout=5) as sock:
-            sock.sendall(junk)
-            status, found, body = answer_of(sock)
-        assert (status, found["content-type"]) == (400, "application/json"), junk
-        has_the_error_form(body)
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"GET\r\n\r\n",
+        b"\r\n\r\nGARBAGE\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/9.9\r\nhost: x\r\n\r\n",
+        b"FETCH /health HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nx: a\x00b\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
+        b"POST / HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    ],
+    ids=lambda junk: ascii(junk)[2:30],
+)
+def test_bytes_that_are_no_http_are_answered_in_openais_form(guarded: RunningServer, junk: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", guarded.port), timeout=5) as sock:
+        sock.sendall(junk)
+        status, found, body = answer_of(sock)
+    assert (status, found["content-type"]) == (400, "application/json")
+    has_the_error_form(body)
+    assert b"Traceback" not in body
+    assert "Traceback" not in guarded.log.read_text()
     assert guarded.health() == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"zz\r\nabc\r\n0\r\n\r\n", b"3\r\nabcdef\r\n0\r\n\r\n"], ids=["no size", "a wrong size"]
+)
+def test_a_body_in_broken_chunks_ends_its_connection_and_leaves_no_trace(slow: RunningServer, body: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", slow.port), timeout=5) as sock:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        sock.sendall(head.encode() + body)
+        data = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := sock.recv(65536):
+                data += piece
+    assert not data or data.startswith(b"HTTP/1.1 4")
+    assert b"Traceback" not in data
+    assert "Traceback" not in slow.log.read_text()
+    assert slow.health() == 200
 
 
 def test_one_call_may_not_ask_for_more_answers_than_the_limit(http: httpx.Client) -> None:

@@ -96,6 +96,7 @@ def slow(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
 
 def leave(sock: socket.socket, how: str) -> None:
+    """A half-close counts as leaving: on the wire it is the FIN of a client that has closed its socket."""
     if how == "RST":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.close()
@@ -120,6 +121,10 @@ def test_a_client_that_leaves_in_decode_frees_its_slot_within_two_steps(
     assert slow.metric("bireme_steps_total") - steps <= 2
     assert slow.metric("bireme_kv_blocks_free") == slow.metric("bireme_kv_blocks_total")
     slow.wait_for("bireme_client_disconnects_total", left + 1)
+    if how == "half-close":
+        sock.settimeout(5)
+        while piece := sock.recv(65536):
+            assert b"[DONE]" not in piece
     sock.close()
 
 

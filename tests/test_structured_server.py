@@ -188,13 +188,24 @@ def test_strict_arguments_of_every_kind_satisfy_their_schema(url: str, seed: int
     jsonschema.validate(arguments, EVERYTHING)
 
 
-def test_auto_with_a_strict_function_leaves_text_free_and_calls_bound(url: str) -> None:
-    tools = [function("get_weather", strict=True)]
-    found = message(url, tools=tools)
-    for _, arguments in calls(found):
-        jsonschema.validate(arguments, SCHEMA)
-    other = [{"role": "user", "content": "What is the capital of France?"}]
-    assert message(url, tools=tools, messages=other)["content"]
+def test_auto_binds_the_calls_of_a_strict_function_only(url: str) -> None:
+    ((_, free),) = calls(message(url, tools=[function("get_weather")]))
+    assert "days" not in free
+    ((_, bound),) = calls(message(url, tools=[function("get_weather", strict=True)]))
+    jsonschema.validate(bound, SCHEMA)
+
+
+def test_auto_with_a_strict_function_leaves_text_free(url: str) -> None:
+    called = {"id": "call_0", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    told = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_0", "content": '{"sky": "sunny"}'},
+    ]
+    free = message(url, tools=[function("get_weather")], messages=told)
+    bound = message(url, tools=[function("get_weather", strict=True)], messages=told)
+    assert "sunny" in free["content"] and not calls(free)
+    assert (bound["content"], calls(bound)) == (free["content"], [])
 
 
 def test_an_answer_may_be_a_call_or_of_the_form_when_both_are_offered(url: str) -> None:
