@@ -195,6 +195,7 @@ def test_stop_ends_the_answer_and_frees_its_slot(tab: Tab, sim: RunningServer, h
 @in_browser
 def test_parameters_are_sent_as_they_are_set_and_not_otherwise(tab: Tab, sim: RunningServer) -> None:
     tab.open(sim.url)
+    tab.wait("document.getElementById('model').value !== ''")
     ask(tab, say("hello"))
     answered(tab)
     plain = {"model", "messages", "stream", "stream_options"}
