@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 from browser import Tab, find_chromium, running_browser
+from server_support import FLIGHT_TOOL
 
 from bireme.local_server import running_server
 from bireme.pocket import MODEL_DIR, NAME
@@ -19,18 +20,6 @@ from bireme.pocket import MODEL_DIR, NAME
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 FLAGS = ("--tp", "2", "--device", "cpu", "--dtype", "float32", "--served-model-name", NAME, "--max-num-seqs", "16")
 LAST = "#messages > li:last-child"
-FLIGHTS = {
-    "type": "function",
-    "function": {
-        "name": "find_flight",
-        "description": "Find a flight between two cities.",
-        "parameters": {
-            "type": "object",
-            "properties": {"origin": {"type": "string"}, "destination": {"type": "string"}},
-            "required": ["origin", "destination"],
-        },
-    },
-}
 STREAMS = 10
 WATCH_SECONDS = 25.0
 
@@ -82,14 +71,14 @@ def main() -> None:
                 time.sleep(WATCH_SECONDS)
                 ask(tab, "Add 345 and 678.", thinking="on")
                 tab.click(f"{LAST} summary")
-                ask(tab, "Find a flight from Delhi to Lisbon.", thinking="off", tools=json.dumps([FLIGHTS]))
+                ask(tab, "Find a flight from Delhi to Lisbon.", thinking="off", tools=json.dumps([FLIGHT_TOOL]))
                 tab.screenshot(DOCS / "page.png")
         with browser.tab() as tab:
             tab.resize(390, 844, is_phone=True, scale=2)
             tab.prefer("dark")
             tab.open(server.url)
             ask(tab, "Add 345 and 678.", thinking="on")
-            ask(tab, "Find a flight from Delhi to Lisbon.", thinking="off", tools=json.dumps([FLIGHTS]))
+            ask(tab, "Find a flight from Delhi to Lisbon.", thinking="off", tools=json.dumps([FLIGHT_TOOL]))
             tab.screenshot(DOCS / "page-phone.png")
 
 

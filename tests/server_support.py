@@ -219,3 +219,18 @@ def raw_post(port: int, path: str, body: dict[str, Any] | bytes, *, read: bool =
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
+
+
+FLIGHT_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find_flight",
+        "description": "Find a flight between two cities.",
+        "parameters": {
+            "type": "object",
+            "properties": {"origin": {"type": "string"}, "destination": {"type": "string"}},
+            "required": ["origin", "destination"],
+        },
+    },
+}
+"""A function that the pocket model calls when it is asked for a flight."""

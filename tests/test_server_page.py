@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from browser import Browser, Tab, find_chromium, running_browser
-from server_support import RunningServer, build_tokenizer, running_server
+from server_support import FLIGHT_TOOL, RunningServer, build_tokenizer, running_server
 
 from bireme.local_server import running_server as running_bireme
 from bireme.pocket import MODEL_DIR
@@ -24,19 +24,6 @@ LAST = "#messages > li:last-child"
 FINISHED = f"document.querySelector('{LAST} footer')?.innerText"
 REFUSED = "the server responded with a status of"
 """What the console says of a response that is an error, which some tests provoke."""
-
-FLIGHT_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "find_flight",
-        "description": "Find a flight between two cities.",
-        "parameters": {
-            "type": "object",
-            "properties": {"origin": {"type": "string"}, "destination": {"type": "string"}},
-            "required": ["origin", "destination"],
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")
