@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before torch is imported anywhere, and for every process that a test starts: tests of small models on few cores are
 # quickest with one thread each, and ranks must not fight over cores.
@@ -14,6 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs with SIGINT ignored, and processes started from here would inherit it: tests of
+    interruption would then fail by where they were started from."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
