@@ -45,11 +45,11 @@ PREFILLS = {
     "1x32768": [32768],
 }
 PREPARE_OPTIONS: list[dict[str, Any]] = [
-    {"prepare_warps": 8},
-    {"prepare_registers": 168},
-    {"prepare_registers": 128},
-    {"convolve_warps": 8},
-    {"convolve_warps": 2},
+    {"invert_warps": 2},
+    {"invert_registers": 128},
+    {"invert_warps": 2, "invert_registers": 128},
+    {"convolve_warps": 4},
+    {"convolve_warps": 16},
     {"precision": "tf32x3"},
 ]
 SCAN_OPTIONS: list[dict[str, Any]] = [
@@ -181,7 +181,7 @@ def kernel_times(run: Callable[[], Any], repeats: int = 3) -> dict[str, float]:
         torch.cuda.synchronize()
     found: dict[str, float] = {}
     for event in profile.key_averages():
-        for kernel in ("convolve", "prepare", "scan", "output"):
+        for kernel in ("convolve", "invert", "scan", "output"):
             if f"_{kernel}_kernel" in event.key:
                 found[f"{kernel}_us"] = round(event.device_time_total / repeats, 1)
     return found

@@ -1,11 +1,13 @@
-"""Gated DeltaNet over packed prompt chunks, in the chunked (WY) form, in four launches.
+"""Gated DeltaNet over packed prompt chunks, in the chunked form, in four launches.
 
 1. ``_convolve_kernel``, per 64-token chunk and head: q, k and v.
-2. ``_prepare_kernel``, per chunk and value head: gates, and what the chunk writes and reads as if it began with S = 0:
-   with A[i, j] = β_i·exp(t_i − t_j)·k_i·k_j below the diagonal (t: log decay since the chunk's start) and
-   T = (I + A)⁻¹, u = T·(β·v) and w = T·(β·exp(t)·k).
-3. ``_scan_kernel``, per row, value head and slice of the value dimension, chunk after chunk: δ = u − w·S,
+2. ``_invert_kernel``, per chunk and value head: gates, and what makes a chunk's writes of its values. With
+   A[i, j] = β_i·exp(t_i − t_j)·k_i·k_j below the diagonal (t: log decay since the chunk's start) that is
+   T = (I + A)⁻¹·diag(β).
+3. ``_scan_kernel``, per row, value head and slice of the value dimension, chunk after chunk: δ = T·(v − exp(t)·k·S),
    S ← exp(t_last)·S + Σ_j exp(t_last − t_j)·k_j·δ_jᵀ. It keeps S in float32 and leaves each chunk's S (rounded) and δ.
+   (Others compute T·v and T·k per chunk beforehand, which shortens the scan by one small product; writing and reading
+   them costs more than that here.)
 4. ``_output_kernel``, per chunk and value head: o_i = exp(t_i)·Sᵀq_i + Σ_{j ≤ i} exp(t_i − t_j)·(q_i·k_j)·δ_j, then the
    gated norm.
 
@@ -118,15 +120,55 @@ def _convolve_kernel(
 
 
 @triton.jit
-def _dot_wide(matrix, x, PRECISION: tl.constexpr):
-    """float32 matrix · x in two products: where tokens repeat, its rows nearly cancel, and one rounding would show."""
-    high = matrix.to(x.dtype)
-    low = (matrix - high.to(tl.float32)).to(x.dtype)
-    return tl.dot(high, x, tl.dot(low, x, input_precision=PRECISION), input_precision=PRECISION)
+def _quarters(x, SIZE: tl.constexpr):
+    """[…, 2·SIZE, 2·SIZE], one matrix or two, → its top left, bottom left and bottom right quarters."""
+    if len(x.shape) == 2:
+        x = tl.permute(tl.reshape(x, (2, SIZE, 2, SIZE)), (1, 3, 0, 2))
+    else:
+        x = tl.permute(tl.reshape(x, (2, 2, SIZE, 2, SIZE)), (0, 2, 4, 1, 3))
+    left, right = tl.split(x)
+    top_left, bottom_left = tl.split(left)
+    _, bottom_right = tl.split(right)
+    return top_left, bottom_left, bottom_right
 
 
 @triton.jit
-def _prepare_kernel(
+def _merged(first, second, between, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of [[P, 0], [L, Q]], [[P⁻¹, 0], [−Q⁻¹·L·P⁻¹, Q⁻¹]], from P⁻¹, Q⁻¹ and L: one matrix or two."""
+    corner = -tl.dot(second, tl.dot(between, first, input_precision=PRECISION), input_precision=PRECISION)
+    quarters = tl.join(tl.join(first, corner), tl.join(tl.zeros_like(first), second))
+    if len(first.shape) == 2:
+        return tl.reshape(tl.permute(quarters, (2, 0, 3, 1)), (2 * SIZE, 2 * SIZE))
+    else:
+        return tl.reshape(tl.permute(quarters, (0, 3, 1, 4, 2)), (2, 2 * SIZE, 2 * SIZE))
+
+
+@triton.jit
+def _inverted(system, PRECISION: tl.constexpr):
+    """(I + A)⁻¹ of A [64, 64], strictly lower triangular.
+
+    Four diagonal blocks of 16 side by side (a warp each), in them by doubling; then pairs are merged, twice. Doubling
+    with products of whole 64 × 64 matrices takes twenty times the work, most of it with zeros.
+    """
+    first, between, second = _quarters(system, 32)
+    pair = tl.permute(tl.join(first, second), (2, 0, 1))
+    first, within, second = _quarters(pair, 16)
+    blocks = tl.reshape(tl.permute(tl.join(first, second), (0, 3, 1, 2)), (4, 16, 16))
+    rows = tl.arange(0, 16)
+    apart = (rows[:, None] ^ rows[None, :])[None, :, :]
+    inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, blocks, 0.0)
+    for level in tl.static_range(1, 4):
+        joins = (apart >> level) == 1  # the same block of 2^(level + 1) tokens, different halves
+        corner = tl.dot(tl.where(joins, blocks, 0.0), inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, corner, input_precision=PRECISION)
+    first, second = tl.split(tl.permute(tl.reshape(inverse, (2, 2, 16, 16)), (0, 2, 3, 1)))
+    pair = _merged(first, second, within, 16, PRECISION)
+    first, second = tl.split(tl.permute(pair, (1, 2, 0)))
+    return _merged(first, second, between, 32, PRECISION)
+
+
+@triton.jit
+def _invert_kernel(
     mixed,
     dt_bias,
     neg_exp_a,
@@ -134,16 +176,15 @@ def _prepare_kernel(
     qkv,
     inverse_lengths,
     decays,
-    w,
-    u,
+    writers,
     mixed_stride,
+    part_stride,
     NUM_K_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -153,53 +194,40 @@ def _prepare_kernel(
     NUM_V_HEADS: tl.constexpr = NUM_K_HEADS * GROUP
     CHANNELS: tl.constexpr = 2 * NUM_K_HEADS * KEY_DIM + NUM_V_HEADS * VALUE_DIM
     GATES: tl.constexpr = CHANNELS + NUM_V_HEADS * VALUE_DIM
-    first_head = tl.program_id(0) * HEADS
-    key_head = first_head // GROUP
+    head = tl.program_id(0)
+    key_head = head // GROUP
     chunk = chunks + tl.program_id(1) * 4
     first = tl.load(chunk + 1).to(tl.int64)
     num_tokens = tl.load(chunk + 2)
     if num_tokens == 0:
         return
     rows = tl.arange(0, CHUNK)
-    values = tl.arange(0, VALUE_DIM)
     keys = tl.arange(0, KEY_DIM)
     real = rows < num_tokens
-    tokens = first + rows
-    qkv += tokens[:, None] * CHANNELS
-    mixed += tokens * mixed_stride
-    k_channels = (NUM_K_HEADS + key_head) * KEY_DIM + keys[None, :]
-    k = tl.load(qkv + k_channels, real[:, None], 0.0)
-    k_scale = tl.load(inverse_lengths + tokens * (2 * NUM_K_HEADS) + NUM_K_HEADS + key_head, real, 0.0)
-    overlaps = tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_scale[:, None] * k_scale[None, :]
-    for index in tl.range(0, HEADS, num_stages=1):
-        head = first_head + index
-        b = tl.load(mixed + GATES + head, real, 0.0).to(tl.float32)
-        a = tl.load(mixed + GATES + NUM_V_HEADS + head, real, 0.0).to(tl.float32)
-        beta = tl.where(real, 1.0 / (1.0 + tl.exp(-b)), 0.0)
-        rate = tl.load(neg_exp_a + head) * softplus(a + tl.load(dt_bias + head))
-        decay = tl.cumsum(tl.where(real, rate, 0.0), 0)
-        tl.store(decays + tokens * NUM_V_HEADS + head, decay, real)
+    mixed += first * mixed_stride + GATES + head
+    b = tl.load(mixed + rows * mixed_stride, real, 0.0).to(tl.float32)
+    a = tl.load(mixed + rows * mixed_stride + NUM_V_HEADS, real, 0.0).to(tl.float32)
+    qkv += first * CHANNELS + (NUM_K_HEADS + key_head) * KEY_DIM
+    k = tl.load(qkv + rows[:, None] * CHANNELS + keys[None, :], real[:, None], 0.0)
+    inverse_lengths += first * (2 * NUM_K_HEADS) + NUM_K_HEADS + key_head
+    k_scale = tl.load(inverse_lengths + rows * (2 * NUM_K_HEADS), real, 0.0)
+    beta = tl.where(real, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+    rate = tl.load(neg_exp_a + head) * softplus(a + tl.load(dt_bias + head))
+    decay = tl.cumsum(tl.where(real, rate, 0.0), 0)
+    tl.store(decays + first * NUM_V_HEADS + head + rows * NUM_V_HEADS, decay, real)
 
-        below = rows[:, None] > rows[None, :]
-        left = tl.exp(tl.where(below, decay[:, None] - decay[None, :], 0.0))
-        system = tl.where(below, overlaps * left * beta[:, None], 0.0)
-        # Inverse of ever larger diagonal blocks: of [[P, 0], [L, Q]] it is [[P⁻¹, 0], [−Q⁻¹·L·P⁻¹, Q⁻¹]].
-        apart = rows[:, None] ^ rows[None, :]
-        inverse = tl.where(apart == 0, 1.0, 0.0) - tl.where(apart == 1, system, 0.0)
-        for level in tl.static_range(1, LEVELS):
-            joins = (apart >> level) == 1  # the same block of 2^(level + 1) tokens, different halves
-            corner = tl.dot(tl.where(joins, system, 0.0), inverse, input_precision=PRECISION)
-            inverse -= tl.dot(inverse, corner, input_precision=PRECISION)
-
-        at = tokens * NUM_V_HEADS + head
-        inverse *= beta[None, :]
-        v = tl.load(qkv + 2 * NUM_K_HEADS * KEY_DIM + head * VALUE_DIM + values[None, :], real[:, None], 0.0)
-        writes = _dot_wide(inverse, v, PRECISION)
-        tl.store(u + at[:, None] * VALUE_DIM + values[None, :], writes.to(v.dtype), real[:, None])
-        inverse *= (tl.exp(decay) * k_scale)[None, :]
-        k = tl.load(qkv + k_channels, real[:, None], 0.0)  # again: registers are what limits programs at once
-        reads = _dot_wide(inverse, k, PRECISION)
-        tl.store(w + at[:, None] * KEY_DIM + keys[None, :], reads.to(k.dtype), real[:, None])
+    overlaps = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    below = rows[:, None] > rows[None, :]
+    between = tl.exp(tl.where(below, decay[:, None] - decay[None, :], 0.0))
+    system = tl.where(below, overlaps * between * (beta * k_scale)[:, None] * k_scale[None, :], 0.0)
+    inverse = _inverted(system, PRECISION) * beta[None, :]
+    # Where tokens repeat, rows of the inverse nearly cancel, and one rounding would show: what it drops is kept too.
+    writers += (first * NUM_V_HEADS + head) * CHUNK
+    at = rows[:, None] * (NUM_V_HEADS * CHUNK) + rows[None, :]
+    high = inverse.to(k.dtype)
+    tl.store(writers + at, high, real[:, None])
+    if PARTS > 1:
+        tl.store(writers + part_stride + at, (inverse - high.to(tl.float32)).to(k.dtype), real[:, None])
 
 
 @triton.jit
@@ -237,10 +265,11 @@ def _scan_kernel(
     qkv,
     inverse_lengths,
     decays,
-    w,
-    u,
+    writers,
+    deltas,
     states,
     mixed_stride,
+    part_stride,
     NUM_K_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -249,6 +278,7 @@ def _scan_kernel(
     TAPS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -272,6 +302,7 @@ def _scan_kernel(
     values = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     rows = tl.arange(0, CHUNK)
     k_channels = (NUM_K_HEADS + key_head) * KEY_DIM + keys
+    v_channels = 2 * NUM_K_HEADS * KEY_DIM + head * VALUE_DIM + values
     in_head = keys[:, None] * VALUE_DIM + values[None, :]
     home = recurrent_state + (slot * NUM_V_HEADS + head) * (KEY_DIM * VALUE_DIM) + in_head
     state = tl.load(home, (in_head >= 0) & resumed, 0.0)
@@ -284,17 +315,23 @@ def _scan_kernel(
         tokens = begin.to(tl.int64) + (index * CHUNK + rows)
         at = tokens * NUM_V_HEADS + head
         at_key = tokens * (2 * NUM_K_HEADS) + NUM_K_HEADS + key_head
-        reads = tl.load(w + at[:, None] * KEY_DIM + keys[None, :], real[:, None], 0.0)
-        writes = tl.load(u + at[:, None] * VALUE_DIM + values[None, :], real[:, None], 0.0)
         k = tl.load(qkv + tokens[:, None] * CHANNELS + k_channels[None, :], real[:, None], 0.0)
+        v = tl.load(qkv + tokens[:, None] * CHANNELS + v_channels[None, :], real[:, None], 0.0)
+        writer = writers + at[:, None] * CHUNK + rows[None, :]
+        high = tl.load(writer, real[:, None], 0.0)
         decay = tl.load(decays + at, real, 0.0)
         scale = tl.load(inverse_lengths + at_key, real, 0.0)
         last = tl.load(decays + (begin + index * CHUNK + tl.minimum(left, CHUNK) - 1) * NUM_V_HEADS + head)
 
         rounded = state.to(k.dtype)
         tl.store(states + in_head, rounded)
-        delta = writes.to(tl.float32) - tl.dot(reads, rounded, input_precision=PRECISION)
-        tl.store(u + at[:, None] * VALUE_DIM + values[None, :], delta.to(k.dtype), real[:, None])
+        held = tl.dot(k, rounded, input_precision=PRECISION) * (tl.exp(decay) * scale)[:, None]
+        change = (v.to(tl.float32) - held).to(k.dtype)
+        delta = tl.dot(high, change, input_precision=PRECISION)
+        if PARTS > 1:
+            low = tl.load(writer + part_stride, real[:, None], 0.0)
+            delta = tl.dot(low, change, delta, input_precision=PRECISION)
+        tl.store(deltas + at[:, None] * VALUE_DIM + values[None, :], delta.to(k.dtype), real[:, None])
         delta *= tl.where(real, tl.exp(last - decay) * scale, 0.0)[:, None]
         state = state * tl.exp(last) + tl.dot(tl.trans(k), delta.to(k.dtype), input_precision=PRECISION)
         states += NUM_V_HEADS * KEY_DIM * VALUE_DIM
@@ -302,7 +339,6 @@ def _scan_kernel(
     tl.store(home, state)
     mixed += begin.to(tl.int64) * mixed_stride
     history = conv_state + slot * ((TAPS - 1) * CHANNELS)
-    v_channels = 2 * NUM_K_HEADS * KEY_DIM + head * VALUE_DIM + values
     _advance_history(mixed, history, v_channels, length, resumed, mixed_stride, CHANNELS, TAPS)
     if (head % GROUP == 0) & (tile == 0):
         q_channels = key_head * KEY_DIM + keys
@@ -319,7 +355,7 @@ def _output_kernel(
     qkv,
     inverse_lengths,
     decays,
-    u,
+    deltas,
     states,
     out,
     mixed_stride,
@@ -362,7 +398,7 @@ def _output_kernel(
     k = tl.load(qkv + (NUM_K_HEADS + key_head) * KEY_DIM, real[:, None], 0.0)
     states += (entry * NUM_V_HEADS + head) * (KEY_DIM * VALUE_DIM)
     state = tl.load(states + keys[:, None] * VALUE_DIM + values[None, :])
-    delta = tl.load(u + at[:, None] * VALUE_DIM + values[None, :], real[:, None], 0.0)
+    delta = tl.load(deltas + at[:, None] * VALUE_DIM + values[None, :], real[:, None], 0.0)
     decay = tl.load(decays + at, real, 0.0)
     q_scale = tl.load(inverse_lengths + at_q, real, 0.0)
     k_scale = tl.load(inverse_lengths + at_k, real, 0.0)
@@ -397,10 +433,9 @@ def gdn_prefill(
     eps: float,
     out: Tensor | None = None,
     *,
-    heads: int = 1,
-    convolve_warps: int = 4,
-    prepare_warps: int = 4,
-    prepare_registers: int | None = None,
+    convolve_warps: int = 8,
+    invert_warps: int = 4,
+    invert_registers: int | None = None,
     precision: str | None = None,
     block_v: int = 32,
     scan_warps: int = 4,
@@ -412,7 +447,6 @@ def gdn_prefill(
     Args:
         chunks: [C, 4] int32, in any order; entries without tokens are skipped. Tokens in no chunk get no output.
         seq_lens, starts: not needed here: the tensors say it.
-        heads: value heads of one key head that a program prepares, one after the other.
         precision: of products of float32 numbers (default: tf32, or tf32x3 where activations are float32). With
             activations in bfloat16 only those that invert I + A are; one pass is as exact as three there, measured
             (``bench/gated_delta.py``), for what they give is rounded to bfloat16 anyway.
@@ -436,8 +470,9 @@ def gdn_prefill(
     stride = mixed.stride(0)
 
     qkv = mixed.new_empty(num_tokens, conv_weight.shape[1])
-    w = mixed.new_empty(num_tokens, num_v_heads, key_dim)
-    u = mixed.new_empty(num_tokens, num_v_heads, value_dim)
+    parts = 1 if mixed.dtype is torch.float32 else 2
+    writers = mixed.new_empty(parts, num_tokens, num_v_heads, CHUNK)
+    deltas = mixed.new_empty(num_tokens, num_v_heads, value_dim)
     # A row's entries begin at ``first token // 64 + row``.
     states = mixed.new_empty(num_tokens // CHUNK + num_rows + 1, num_v_heads, key_dim, value_dim)
     inverse_lengths = torch.empty(num_tokens, 2, num_k_heads, dtype=torch.float32, device=mixed.device)
@@ -459,7 +494,7 @@ def gdn_prefill(
         **geometry,
         **dependent,
     )
-    _prepare_kernel[(num_v_heads // heads, num_chunks)](
+    _invert_kernel[(num_v_heads, num_chunks)](
         mixed,
         dt_bias,
         neg_exp_a,
@@ -467,15 +502,14 @@ def gdn_prefill(
         qkv,
         inverse_lengths,
         decays,
-        w,
-        u,
+        writers,
         stride,
-        HEADS=heads,
-        LEVELS=CHUNK.bit_length() - 1,
+        writers.stride(0),
+        PARTS=parts,
         PRECISION=precision,
-        num_warps=prepare_warps,
+        num_warps=invert_warps,
         num_stages=1,
-        maxnreg=prepare_registers,
+        maxnreg=invert_registers,
         **geometry,
         **dependent,
     )
@@ -489,13 +523,15 @@ def gdn_prefill(
         qkv,
         inverse_lengths,
         decays,
-        w,
-        u,
+        writers,
+        deltas,
         states,
         stride,
+        writers.stride(0),
         TAPS=TAPS,
         BLOCK_V=block_v,
         STAGES=scan_stages,
+        PARTS=parts,
         PRECISION=precision,
         num_warps=scan_warps,
         **geometry,
@@ -509,7 +545,7 @@ def gdn_prefill(
         qkv,
         inverse_lengths,
         decays,
-        u,
+        deltas,
         states,
         out,
         stride,
