@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bireme.kernels.triton import attention as kernels
+from bireme.kernels.triton import attention_decode, attention_inputs, attention_prefill
 
 READ_BYTES_PER_US = 4.52e6
 ROTATED_BYTES = 200 << 20
@@ -123,16 +123,16 @@ class Bench:
         lens = torch.full((rows,), context, dtype=torch.int32, device=DEVICE)
         limit = (rows * context * kv_heads * DIM * 4 + rows * heads * DIM * 6) / READ_BYTES_PER_US
         options = {
-            "span": kernels.SPAN,
-            "keys": kernels.DECODE_KEYS,
-            "stages": kernels.DECODE_STAGES,
-            "programs_per_sm": kernels.PROGRAMS_PER_SM,
+            "span": attention_decode.SPAN,
+            "keys": attention_decode.DECODE_KEYS,
+            "stages": attention_decode.DECODE_STAGES,
+            "programs_per_sm": attention_decode.PROGRAMS_PER_SM,
         }
         with self.case(case="decode", heads=name, rows=rows, context=context, **options) as result:
 
             def run(i: int) -> Tensor:
                 layer = i % caches.layers
-                return kernels.paged_decode_attention(
+                return attention_decode.paged_decode_attention(
                     query, gate, caches.k[layer], caches.v[layer], caches.tables, lens, MAX_CONTEXT
                 )
 
@@ -174,11 +174,11 @@ class Bench:
                 result["error"] = (out.float() - reference.float()).abs().max().item()
 
         def own() -> Tensor:
-            return kernels.paged_prefill_attention(
+            return attention_prefill.paged_prefill_attention(
                 query, gate, k_cache, v_cache, caches.tables, offsets, row_starts, seq_lens, starts
             )
 
-        tile = kernels.prefill_tile(total, query.dtype)
+        tile = attention_prefill.prefill_tile(total, query.dtype)
         measure("triton", own, **dataclasses.asdict(tile))
         if not rivals:
             return
@@ -216,16 +216,18 @@ class Bench:
         frequencies = 1.0 / 1e7 ** (torch.arange(0, 64, 2, device=DEVICE) / 64)
         caches = Caches(1, num, kv_heads, rotate=False)
         indices = torch.arange(num, device=DEVICE) + BLOCK_SIZE
-        angles = kernels.rotary_cos_sin(positions, frequencies)
+        angles = attention_inputs.rotary_cos_sin(positions, frequencies)
         limit = (num * 2 * (heads + 2 * kv_heads) * DIM * 2 + num * 256) / READ_BYTES_PER_US
         with self.case(case="qk_norm", heads=name, tokens=num) as result:
             us = self.time(
-                lambda _: kernels.qk_norm_rope_write_kv(qkv, weight, *angles, caches.k[0], caches.v[0], indices, 1e-6),
+                lambda _: attention_inputs.qk_norm_rope_write_kv(
+                    qkv, weight, *angles, caches.k[0], caches.v[0], indices, 1e-6
+                ),
                 20,
             )
             result |= {"us": us, "limit_us": limit, "share": limit / us}
         with self.case(case="rotary", tokens=num) as result:
-            result["us"] = self.time(lambda _: kernels.rotary_cos_sin(positions, frequencies), 20)
+            result["us"] = self.time(lambda _: attention_inputs.rotary_cos_sin(positions, frequencies), 20)
 
     def tune_decode(self) -> None:
         """Other spans, tiles and numbers of programs, for 27B's heads."""
@@ -235,30 +237,30 @@ class Bench:
             for keys, stages, programs in ((32, 4, 2), (32, 3, 2), (64, 3, 1), (64, 2, 2), (32, 6, 1), (16, 6, 2))
         ]
         names = ("SPAN", "DECODE_KEYS", "DECODE_STAGES", "PROGRAMS_PER_SM")
-        before = [getattr(kernels, name) for name in names]
+        before = [getattr(attention_decode, name) for name in names]
         for rows, context in ((16, 256), (1, 8192), (64, 1024), (1, 256), (64, 256)):
             for values in settings:
                 for name, value in zip(names, values, strict=True):
-                    setattr(kernels, name, value)
+                    setattr(attention_decode, name, value)
                 self.decode("27b", 24, 4, rows, context)
         for name, value in zip(names, before, strict=True):
-            setattr(kernels, name, value)
+            setattr(attention_decode, name, value)
 
     def tune_prefill(self) -> None:
         """Other tiles, for 27B's heads."""
-        before = kernels.LONG_TILE, kernels.SHORT_TILE
+        before = attention_prefill.LONG_TILE, attention_prefill.SHORT_TILE
         tiles = [(128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (128, 64, 8, 1), (64, 64, 4, 2), (64, 32, 4, 2)]
         tiles += [(64, 32, 4, 3), (128, 32, 8, 2), (64, 32, 8, 3)]
         for seq_lens, starts in PREFILL[:2]:
             for values in tiles:
-                kernels.LONG_TILE = kernels.PrefillTile(*values)
+                attention_prefill.LONG_TILE = attention_prefill.PrefillTile(*values)
                 self.prefill("27b", 24, 4, seq_lens, starts, rivals=False)
-        kernels.LONG_TILE = before[0]
+        attention_prefill.LONG_TILE = before[0]
         for seq_lens, starts in PREFILL[4:]:
             for values in [(64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (64, 32, 8, 3), (16, 64, 4, 2)]:
-                kernels.SHORT_TILE = kernels.PrefillTile(*values)
+                attention_prefill.SHORT_TILE = attention_prefill.PrefillTile(*values)
                 self.prefill("27b", 24, 4, seq_lens, starts, rivals=False)
-        kernels.SHORT_TILE = before[1]
+        attention_prefill.SHORT_TILE = before[1]
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
 pytest.importorskip("triton")
 
 from bireme.kernels import reference
-from bireme.kernels.triton import attention as kernels
+from bireme.kernels.triton import attention_decode, attention_inputs, attention_prefill
 
 if INTERPRETED:
     mend_interpreter()
@@ -90,7 +90,7 @@ def check_decode(contexts: list[int], *, group: int, kv_heads: int, dim: int, dt
     query, gate = query_and_gate(len(contexts), group * kv_heads, dim, dtype)
     lens = int32(contexts)
     out = torch.full((len(contexts), group * kv_heads * dim), torch.nan, device=DEVICE, dtype=dtype)
-    found = kernels.paged_decode_attention(query, gate, *cache.args, lens, max(contexts), out)
+    found = attention_decode.paged_decode_attention(query, gate, *cache.args, lens, max(contexts), out)
     assert found is out
     expected = reference.paged_decode_attention(query.float(), gate.float(), *cache.wide(), lens, max(contexts))
     assert_close(found, expected)
@@ -104,7 +104,7 @@ def check_prefill(
     query, gate = query_and_gate(sum(seq_lens), group * kv_heads, dim, dtype)
     out = torch.full((sum(seq_lens), group * kv_heads * dim), torch.nan, device=DEVICE, dtype=dtype)
     rows = (offsets_of(seq_lens), int32(starts), seq_lens, starts)
-    found = kernels.paged_prefill_attention(query, gate, *cache.args, *rows, out)
+    found = attention_prefill.paged_prefill_attention(query, gate, *cache.args, *rows, out)
     assert found is out
     expected = reference.paged_prefill_attention(query.float(), gate.float(), *cache.wide(), *rows)
     assert_close(found, expected)
@@ -119,7 +119,9 @@ def test_angles_far_into_a_context_have_the_cosines_of_the_reference(num_tokens)
     positions[-1] = 262_143
     frequencies = 1.0 / 1e7 ** (torch.arange(0, 64, 2, device=DEVICE) / 64)
     for found, expected in zip(
-        kernels.rotary_cos_sin(positions, frequencies), reference.rotary_cos_sin(positions, frequencies), strict=True
+        attention_inputs.rotary_cos_sin(positions, frequencies),
+        reference.rotary_cos_sin(positions, frequencies),
+        strict=True,
     ):
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
 
@@ -144,7 +146,7 @@ def check_norm_rope(heads, kv_heads, dim, rotary_dim, num_tokens, dtype, block_s
     positions = torch.randint(0, 10_000, (num_tokens,), device=DEVICE)
     angles = reference.rotary_cos_sin(positions, 1.0 / 1e7 ** (torch.arange(0, rotary_dim, 2, device=DEVICE) / dim))
     caches = [torch.full(shape, torch.nan, device=DEVICE, dtype=dtype) for _ in range(4)]
-    query, gate = kernels.qk_norm_rope_write_kv(qkv, factors, *angles, *caches[:2], indices, EPS)
+    query, gate = attention_inputs.qk_norm_rope_write_kv(qkv, factors, *angles, *caches[:2], indices, EPS)
     expected, expected_gate = reference.qk_norm_rope_write_kv(
         before.clone(), factors, *angles, *caches[2:], indices, EPS
     )
@@ -163,47 +165,47 @@ def check_norm_rope(heads, kv_heads, dim, rotary_dim, num_tokens, dtype, block_s
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decode_attention_equals_the_reference_for_every_group_size(group, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "SPAN", 32)
+    monkeypatch.setattr(attention_decode, "SPAN", 32)
     check_decode([1, 15, 33, 64, 100], group=group, kv_heads=2, dim=32, dtype=dtype, block_size=16)
 
 
 @pytest.mark.parametrize(("block_size", "dim"), [(16, 16), (32, 64), (64, 32), (128, 16)])
 def test_decode_attention_equals_the_reference_for_every_block_size(block_size, dim, monkeypatch):
-    monkeypatch.setattr(kernels, "SPAN", 64)
+    monkeypatch.setattr(attention_decode, "SPAN", 64)
     check_decode([1, 63, 64, 65, 129], group=3, kv_heads=1, dim=dim, dtype=torch.float32, block_size=block_size)
 
 
 def test_contexts_longer_than_all_spans_have_longer_spans(monkeypatch):
-    monkeypatch.setattr(kernels, "SPAN", 32)
-    monkeypatch.setattr(kernels, "MAX_SPANS", 4)
+    monkeypatch.setattr(attention_decode, "SPAN", 32)
+    monkeypatch.setattr(attention_decode, "MAX_SPANS", 4)
     contexts = [300, 2, 129, 200]
-    assert kernels.max_splits(len(contexts), 2, 300, torch.device(DEVICE)) == 4
+    assert attention_decode.max_splits(len(contexts), 2, 300, torch.device(DEVICE)) == 4
     check_decode(contexts, group=2, kv_heads=2, dim=16, dtype=torch.float32, block_size=16)
 
 
 def test_a_row_decodes_to_the_same_bits_alone_and_among_others(monkeypatch):
-    monkeypatch.setattr(kernels, "SPAN", 32)
+    monkeypatch.setattr(attention_decode, "SPAN", 32)
     contexts = [100, 1, 40, 77]
     cache = Cache(contexts, heads=2, dim=32)
     query, gate = query_and_gate(4, 6, 32, torch.float32)
     lens = int32(contexts)
-    together = kernels.paged_decode_attention(query, gate, *cache.args, lens, 128)
+    together = attention_decode.paged_decode_attention(query, gate, *cache.args, lens, 128)
     for row in range(4):
         here = slice(row, row + 1)
-        alone = kernels.paged_decode_attention(
+        alone = attention_decode.paged_decode_attention(
             query[here], gate[here], cache.k, cache.v, cache.tables[here], lens[here], 128
         )
         assert torch.equal(alone, together[here])
 
 
 def test_many_padding_rows_on_block_zero_leave_the_others_alone(monkeypatch):
-    monkeypatch.setattr(kernels, "SPAN", 32)
+    monkeypatch.setattr(attention_decode, "SPAN", 32)
     cache = Cache([70], heads=2, dim=16)
     query, gate = query_and_gate(6, 4, 16, torch.float32)
     tables = torch.zeros(6, cache.tables.shape[1], dtype=torch.int32, device=DEVICE)
     tables[2] = cache.tables[0]
     lens = int32([1, 0, 70, 1, 1, 1])
-    out = kernels.paged_decode_attention(query, gate, cache.k, cache.v, tables, lens, 1 << 18)
+    out = attention_decode.paged_decode_attention(query, gate, cache.k, cache.v, tables, lens, 1 << 18)
     expected = reference.paged_decode_attention(query[2:3], gate[2:3], *cache.args, lens[2:3], 70)
     assert_close(out[2:3], expected)
 
@@ -212,11 +214,11 @@ def test_a_bound_of_the_context_changes_neither_result_nor_grid_much():
     cache = Cache([50], heads=1, dim=16)
     query, gate = query_and_gate(1, 2, 16, torch.float32)
     tight, loose = (
-        kernels.paged_decode_attention(query, gate, *cache.args, int32([50]), bound) for bound in (50, 1 << 18)
+        attention_decode.paged_decode_attention(query, gate, *cache.args, int32([50]), bound) for bound in (50, 1 << 18)
     )
     assert torch.equal(tight, loose)
-    assert kernels.max_splits(64, 4, 1 << 18, torch.device(DEVICE)) <= kernels.MAX_SPANS // 64
-    assert kernels.max_splits(1, 4, 1 << 30, torch.device(DEVICE)) <= 512
+    assert attention_decode.max_splits(64, 4, 1 << 18, torch.device(DEVICE)) <= attention_decode.MAX_SPANS // 64
+    assert attention_decode.max_splits(1, 4, 1 << 30, torch.device(DEVICE)) <= 512
 
 
 # prefill
@@ -242,7 +244,7 @@ def test_prefill_by_upper_bounds_with_empty_rows_and_a_padding_row_equals_the_re
     tables = torch.cat((cache.tables, torch.zeros_like(cache.tables[:1])))
     query, gate = query_and_gate(75 + num_padding, 4, 16, torch.float32)
     device_rows = (offsets_of([*seq_lens, num_padding]), int32([*starts, 0]))
-    found = kernels.paged_prefill_attention(query, gate, cache.k, cache.v, tables, *device_rows, *bounds)
+    found = attention_prefill.paged_prefill_attention(query, gate, cache.k, cache.v, tables, *device_rows, *bounds)
     rows = (offsets_of([5, 70]), int32([40, 0]), [5, 70], [40, 0])
     expected = reference.paged_prefill_attention(query[:75], gate[:75], cache.k, cache.v, cache.tables[::2], *rows)
     assert_close(found[:75], expected)
@@ -253,8 +255,8 @@ def test_prefill_tokens_get_the_same_bits_whatever_is_packed_with_them():
     cache = Cache([104, 65], heads=1, dim=16)
     query, gate = query_and_gate(105, 2, 16, torch.float32)
     rows = (offsets_of(seq_lens), int32(starts), seq_lens, starts)
-    together = kernels.paged_prefill_attention(query, gate, *cache.args, *rows)
-    alone = kernels.paged_prefill_attention(
+    together = attention_prefill.paged_prefill_attention(query, gate, *cache.args, *rows)
+    alone = attention_prefill.paged_prefill_attention(
         query[40:], gate[40:], cache.k, cache.v, cache.tables[1:], offsets_of([65]), int32([0]), [65], [0]
     )
     assert torch.equal(alone, together[40:])
@@ -265,9 +267,9 @@ def test_sizes_that_the_kernels_cannot_tile_are_refused_with_their_value(dim, bl
     cache = Cache([3], heads=1, dim=dim, block_size=block_size)
     query, gate = query_and_gate(1, 1, dim, torch.float32)
     with pytest.raises(ValueError, match=str(dim if dim != 16 else block_size)):
-        kernels.paged_decode_attention(query, gate, *cache.args, int32([3]), 3)
+        attention_decode.paged_decode_attention(query, gate, *cache.args, int32([3]), 3)
     with pytest.raises(ValueError, match=str(dim if dim != 16 else block_size)):
-        kernels.paged_prefill_attention(query, gate, *cache.args, offsets_of([1]), int32([2]), [1], [2])
+        attention_prefill.paged_prefill_attention(query, gate, *cache.args, offsets_of([1]), int32([2]), [1], [2])
 
 
 # real sizes, compiled
@@ -337,7 +339,7 @@ def test_a_replayed_decode_graph_follows_new_contexts_and_tables():
     tables[:] = cache.tables[:1]
 
     def step() -> Tensor:
-        return kernels.paged_decode_attention(query, gate, cache.k, cache.v, tables, lens, 262_144)
+        return attention_decode.paged_decode_attention(query, gate, cache.k, cache.v, tables, lens, 262_144)
 
     step()
     torch.cuda.synchronize()
@@ -365,7 +367,9 @@ def test_a_replayed_prefill_graph_follows_new_rows():
     bounds = [num_tokens] * num_rows, [262_144 - num_tokens] * num_rows
 
     def step() -> Tensor:
-        return kernels.paged_prefill_attention(query, gate, cache.k, cache.v, tables, offsets, row_starts, *bounds)
+        return attention_prefill.paged_prefill_attention(
+            query, gate, cache.k, cache.v, tables, offsets, row_starts, *bounds
+        )
 
     step()
     torch.cuda.synchronize()
